@@ -1,0 +1,423 @@
+"""
+Mamba, its stripped form MambaZero, and Mambas whose weights were set by hand to the optimum.
+
+One model, one switch for each component; the presets are points in that space. For tokens x_t = e[token]:
+
+    a_t = exp(-a Delta_t),  Delta_t = softplus(<w_Delta, x_t> + delta)                # Input selectivity
+    x~_t, b_t, c_t = act(conv(W_X x)_t) Delta_t,  act(conv(W_B x)_t),  act(conv(W_C x)_t)    # Convolution
+    h_t = a_t h_{t-1} + x~_t b_t^T,  y_t = h_t c_t                                    # State recurrence (ssm.py)
+    u_t = x_t + W_o (y_t * ReLU(W_z x_t))                                             # Gate, residual
+    v_t = u_t + W_2 (ReLU(W_1 u_t) * W_3 u_t)                                         # MLP
+    P(x_{t+1}) = softmax(W_l v_t)  or  |W_l v_t| / ||W_l v_t||_1                      # Prediction
+
+MambaZero keeps only embedding, convolution, recurrence and head, all linear, and predicts by L1: then W_l u_t is
+linear in counts, and add-beta is a ratio of counts, which softmax cannot express.
+
+Glossary (code: paper, Sections 2 and 3):
+    d: embedding width    expand: e, inner width E = e d    heads: H of width P = E/H    state: N    window: w
+    groups: G, how many (b, c) pairs the heads share        a_log: log a        delta_bias: delta
+    conv weight (channels, w): the last column multiplies the current token, the first the one w-1 steps back
+
+Run me:     python mambazero.py   (the exact models against add-beta)
+Change me:  a new ablation is one field of MambaConfig and one visible `if` in MambaBlock.forward.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from ssm import scan, scan_step
+
+
+@dataclass
+class MambaConfig:
+    """Sizes and switches; train.py makes a flag of each. Raises ValueError if they contradict each other."""
+
+    vocab: int = 2  # symbols predicted; set by the data
+    d: int = 16  # embedding width
+    state: int = 16  # N: at least S^k for an order-k chain
+    expand: int = 2  # inner width E = expand * d
+    heads: int = 1  # the paper's Markov experiments use one
+    groups: int = 1  # heads that share b and c; as many as heads gives each its own
+    window: int = 2  # convolution window w: k + 1 is what an order-k chain needs
+    layers: int = 1  # one is enough, which is the point
+    conv: str = "xbc"  # which of x, b, c are convolved: "xbc", "xb", "x", "none"
+    act: str = "relu"  # after the convolution: "relu", "silu", "none"
+    gate: bool = True  # multiply y by ReLU(W_z x)
+    mlp: bool = True  # gated MLP of width 4d after the mixer
+    norm: bool = False  # LayerNorm before mixer, MLP and head
+    decay: bool = True  # a_t learned; otherwise fixed at 1
+    predict: str = "softmax"  # "softmax", "l1", or "value": the head's output as it is (regression)
+    tie: bool = False  # one matrix for embedding and head
+    dropout: float = 0.0  # on the output of mixer and MLP, in training
+    inputs: int = None  # None: token ids; n: real vectors of width n, through a Linear
+
+    def __post_init__(self):
+        for name in ("vocab", "d", "state", "expand", "heads", "groups", "window", "layers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, options in (("conv", ("xbc", "xb", "x", "none")), ("act", ("relu", "silu", "none")),
+                              ("predict", ("softmax", "l1", "value"))):
+            if getattr(self, name) not in options:
+                raise ValueError(f"{name} must be one of {', '.join(options)}, got {getattr(self, name)}")
+        if self.expand * self.d % self.heads:
+            raise ValueError(f"heads must divide the inner width expand * d = {self.expand * self.d}, got {self.heads}")
+        if self.heads % self.groups:
+            raise ValueError(f"groups must divide heads = {self.heads}, got {self.groups}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
+        if self.tie and self.inputs is not None:
+            raise ValueError("tie needs token ids: real inputs have no embedding to share with the head")
+
+
+PRESETS = {
+    "mamba": dict(act="relu", gate=True, mlp=True, predict="softmax"),  # PAPER: Section 2.2, the full layer
+    "mambazero": dict(act="none", gate=False, mlp=False, predict="l1"),  # PAPER: Section 3, the stripped one
+}
+
+
+class MambaBlock(nn.Module):
+    """One mixer: projection, causal convolution, selective state recurrence, gate, projection. PAPER: Section 2.2."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        d, self.E, self.GN = config.d, config.expand * config.d, config.groups * config.state
+        self.widths = (self.E, self.GN, self.GN, config.heads) + (self.E,) * config.gate  # x, b, c, Delta, z
+        self.in_proj = nn.Linear(d, sum(self.widths), bias=False)
+        self.convolved = {"xbc": self.E + 2 * self.GN, "xb": self.E + self.GN, "x": self.E, "none": 0}[config.conv]
+        if self.convolved:
+            self.conv_weight = nn.Parameter(torch.empty(self.convolved, config.window))
+            self.conv_bias = nn.Parameter(torch.empty(self.convolved))
+        self.delta_bias = nn.Parameter(torch.empty(config.heads))
+        if config.decay:
+            self.a_log = nn.Parameter(torch.empty(config.heads))
+        self.out_proj = nn.Linear(self.E, d, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        """All initial values of the block; nothing outside rewrites them."""
+        if self.convolved:
+            bound = self.config.window**-0.5
+            nn.init.uniform_(self.conv_weight, -bound, bound)
+            nn.init.zeros_(self.conv_bias)
+        with torch.no_grad():
+            delta = torch.linspace(1, 0.1, self.config.heads)
+            self.delta_bias.copy_(torch.log(torch.expm1(delta)))
+            if self.config.decay:
+                self.a_log.fill_(math.log(0.01))
+
+    def init_state(self, B):
+        """What one layer remembers: the last w-1 inputs of the convolution and the state h, both zero."""
+        c, like = self.config, self.delta_bias
+        return (like.new_zeros(B, c.window - 1, self.convolved),
+                like.new_zeros(B, c.heads, self.E // c.heads, c.state))
+
+    def forward(self, u, state=None, record=None):
+        """u (B, T, d), state as in init_state -> output (B, T, d), the state after the last token."""
+        cfg, (B, T, _) = self.config, u.shape
+        window, h = self.init_state(B) if state is None else state
+        xbc, dt, *z = self.in_proj(u).split((self.E + 2 * self.GN,) + self.widths[3:], dim=-1)
+
+        # Convolution: causal, one kernel of length w per channel
+        if self.convolved:
+            head, rest = xbc[..., : self.convolved], xbc[..., self.convolved :]
+            head = torch.cat([window.to(head.dtype), head], dim=1)  # (B, w-1+T, convolved)
+            window = head[:, T:]
+            head = sum(head[:, i : i + T] * self.conv_weight[:, i] for i in range(cfg.window)) + self.conv_bias
+            xbc = torch.cat([head, rest], dim=-1) if rest.shape[-1] else head
+        if cfg.act != "none":
+            xbc = _act(cfg.act)(xbc)
+        x, b, c = xbc.split((self.E, self.GN, self.GN), dim=-1)
+
+        # Input selectivity: Delta_t scales what is written and, with a, how fast the state decays
+        delta = F.softplus(dt.to(self.delta_bias.dtype) + self.delta_bias)  # (B, T, H)
+        log_a = -self.a_log.exp() * delta if cfg.decay else torch.zeros_like(delta)
+        x = x.view(B, T, cfg.heads, -1) * delta[..., None]  # (B, T, H, P)
+        b, c = b.view(B, T, cfg.groups, -1), c.view(B, T, cfg.groups, -1)  # (B, T, G, N)
+
+        # State recurrence
+        if T == 1:
+            y, h = scan_step(x[:, 0], log_a[:, 0], b[:, 0], c[:, 0], h)
+        else:
+            y, h = scan(x, log_a, b, c, None if state is None else h)
+        y = y.reshape(B, T, self.E)
+        if cfg.gate:
+            y = y * _act("silu" if cfg.act == "silu" else "relu")(z[0])
+        if record is not None:
+            for name, value in dict(a=log_a.exp(), delta=delta, x=x, b=b, c=c, y=y).items():
+                record.setdefault(name, []).append(value)
+        return self.out_proj(y.to(u.dtype)), (window, h)
+
+
+class MLP(nn.Module):
+    """Gated MLP of width 4d: W_2 (ReLU(W_1 u) * W_3 u). PAPER: Section 2.2."""
+
+    def __init__(self, d, act):
+        super().__init__()
+        self.fc1 = nn.Linear(d, 8 * d, bias=False)  # W_1 and W_3 in one product
+        self.fc2 = nn.Linear(4 * d, d, bias=False)
+        self.act = _act("silu" if act == "silu" else "relu")
+
+    def forward(self, u):
+        w1, w3 = self.fc1(u).chunk(2, dim=-1)
+        return self.fc2(self.act(w1) * w3)
+
+
+class Mamba(nn.Module):
+    """Language model on Mamba layers: tokens (B, T) to log-probabilities of the next token (B, T, V)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config, d = config, config.d
+        self.embed = nn.Linear(config.inputs, d) if config.inputs else nn.Embedding(config.vocab, d)
+        self.blocks = nn.ModuleList(MambaBlock(config) for _ in range(config.layers))
+        self.mlps = nn.ModuleList(MLP(d, config.act) for _ in range(config.layers * config.mlp))
+        self.norms = nn.ModuleList(nn.LayerNorm(d) for _ in range(config.norm * (config.layers * (1 + config.mlp) + 1)))
+        self.dropout = nn.Dropout(config.dropout)
+        self.head = nn.Linear(d, config.vocab, bias=False)
+        if config.tie:
+            self.head.weight = self.embed.weight
+
+    def init_state(self, B):
+        """State of an empty sequence, for `step` and `prefill`: a list over layers."""
+        return [block.init_state(B) for block in self.blocks]
+
+    def forward(self, tokens):
+        """tokens (B, T), or real vectors (B, T, inputs) -> log P(x_{t+1} | x_1..x_t) as (B, T, V), at least float32."""
+        return self._run(tokens)[0]
+
+    def prefill(self, tokens, state=None):
+        """As forward, in parallel, going on from `state`: returns the log-probabilities and the state after them."""
+        return self._run(tokens, self.init_state(len(tokens)) if state is None else state)
+
+    def step(self, token, state):
+        """One token (B,) at constant cost: log-probabilities (B, V) of the next and the new state; `state` is kept."""
+        log_probs, state = self._run(token[:, None], state)
+        return log_probs[:, 0], state
+
+    def internals(self, tokens):
+        """What the layers compute: dict of lists over layers, a and delta (B, T, H), x (B, T, H, P), b and c (B, T, G, N)."""
+        record = {}
+        self._run(tokens, record=record)
+        return record
+
+    @torch.no_grad()
+    def generate(self, tokens, n, temperature=1.0, generator=None):
+        """tokens (B, T) continued by n sampled ones: (B, T + n). temperature 0 takes the most likely token."""
+        log_probs, state = self.prefill(tokens)
+        log_probs, out = log_probs[:, -1], [tokens]
+        for _ in range(n):
+            if temperature == 0:
+                token = log_probs.argmax(-1)
+            else:
+                token = torch.multinomial((log_probs / temperature).softmax(-1), 1, generator=generator)[:, 0]
+            out.append(token[:, None])
+            log_probs, state = self.step(token, state)
+        return torch.cat(out, 1)
+
+    def _run(self, tokens, state=None, record=None):
+        u, new_state, norms = self.embed(tokens), [], iter(self.norms)
+        for i, block in enumerate(self.blocks):
+            o, s = block(next(norms)(u) if self.config.norm else u, state[i] if state else None, record)
+            u = u + self.dropout(o)
+            if self.config.mlp:
+                u = u + self.dropout(self.mlps[i](next(norms)(u) if self.config.norm else u))
+            new_state.append(s)
+        u = next(norms)(u) if self.config.norm else u
+        return predict(self.head(u), self.config.predict), new_state
+
+
+def predict(logits, kind):
+    """Scores (.., V) to log-probabilities: softmax, or p = (|l| + eps) / (sum |l| + V eps), never 0; "value": as they are."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    if kind == "l1":
+        size = logits.abs() + torch.finfo(logits.dtype).eps
+        return size.log() - size.sum(-1, keepdim=True).log()
+    return logits.log_softmax(-1) if kind == "softmax" else logits
+
+
+def _act(name):
+    return {"relu": F.relu, "silu": F.silu}[name]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Exact models: the same class, weights set by hand, float64.
+
+
+def _blank(**config):
+    """A MambaZero whose parameters are all zero except Delta_t = 1, and a_t = 1 if it decays at all."""
+    model = Mamba(MambaConfig(**PRESETS["mambazero"] | config)).double().requires_grad_(False)
+    for p in model.parameters():
+        p.zero_()
+    block = model.blocks[0]
+    block.delta_bias.fill_(math.log(math.expm1(1)))  # softplus of this is 1
+    x, b, c, dt = block.in_proj.weight.split((block.E, block.GN, block.GN, model.config.heads))
+    return model, x, b, c, dt
+
+
+def _count_successors(model, W_X, S, beta):
+    """What all but Theorem 4 share: token i is e_{2i} and writes e_{2i+1}; logit_j = beta + coordinate 2j+1."""
+    V, block, i = model.config.vocab, model.blocks[0], torch.arange(S)
+    model.embed.weight[torch.arange(V), 2 * torch.arange(V)] = 1
+    for head in range(model.config.heads):
+        W_X[head * 2 * V + 2 * i + 1, 2 * i] = 1
+    block.conv_weight[: block.E, -1] = 1  # x~ is the current token
+    block.out_proj.weight[:, : 2 * V] = torch.eye(2 * V)
+    model.head.weight[:S, 0::2] = beta  # x_t itself, through the residual: beta whatever the token
+    model.head.weight[i, 2 * i + 1] = 1
+
+
+def laplace_first_order(S, beta):
+    """Theorem 1: MambaZero equal to add-beta on every order-1 chain; N = S, d = 2S, e = 1, w = 2, a_t = 1."""
+    _check_construction(S, 1, beta)
+    model, W_X, W_B, W_C, _ = _blank(vocab=S, d=2 * S, state=S, expand=1, decay=False)
+    _count_successors(model, W_X, S, beta)
+    i = torch.arange(S)
+    W_B[i, 2 * i] = W_C[i, 2 * i] = 1  # one-hot of a token:
+    model.blocks[0].conv_weight[2 * S : 3 * S, 0] = 1  # b_t of the previous one, whose successor x~_t is;
+    model.blocks[0].conv_weight[3 * S :, 1] = 1  # c_t of the current one: y_t sums the successors of earlier x_t
+    return model
+
+
+def laplace_switching(S, beta, p_switch):
+    """Ours: the optimum of the order-1 switching process (symbol S = switch). Only the switch forgets: a_t = 0 there.
+
+    a = 1e-18 with Delta = 1 for ordinary tokens and 1e22 for the switch, which writes nothing that Delta could scale.
+    """
+    _check_construction(S, 1, beta)
+    if not 0 <= p_switch < 1:
+        raise ValueError(f"p_switch must be in [0, 1), got {p_switch}")
+    model, W_X, W_B, W_C, W_dt = _blank(vocab=S + 1, d=2 * (S + 1), state=S, expand=1)
+    _count_successors(model, W_X, S, beta)
+    block, i = model.blocks[0], torch.arange(S)
+    W_B[i, 2 * i] = W_C[i, 2 * i] = 1  # as in Theorem 1; the switch is a zero vector for both
+    block.conv_weight[block.E : block.E + S, 0] = 1
+    block.conv_weight[block.E + S :, 1] = 1
+    block.a_log.fill_(math.log(1e-18))
+    W_dt[0, 2 * S] = 1e22
+    model.head.weight[S] = p_switch / (1 - p_switch) * model.head.weight[:S].sum(0)  # P(switch) = p, linear in the counts
+    return model
+
+
+def laplace_any_order(S, k, beta, length=4096):
+    """Ours: add-beta on order-k chains for any S and k, exact up to `length` tokens; conv, ReLU, recurrence, no gate or MLP.
+
+    Binary: state N = 2^k, one channel for each context, on when all k tokens match. Any S: two heads, N = 5 S^k.
+    Raises ValueError where float64 could no longer count exactly: (S+1)^(2k) * length >= 2^53.
+    """
+    _check_construction(S, k, beta)
+    if S == 2:
+        return _any_order_binary(k, beta)
+    if (S + 1) ** (2 * k) * length >= 2**53:
+        raise ValueError(f"(S+1)^(2k) * length = {(S + 1) ** (2 * k) * length:.2g} is beyond exact float64 integers (2^53); "
+                         f"got S={S}, k={k}, length={length}")
+    C = S**k
+    model, W_X, W_B, W_C, _ = _blank(vocab=S, d=2 * S, state=5 * C, expand=2, heads=2, groups=2, window=k + 1,
+                                     act="relu", decay=False)
+    _count_successors(model, W_X, S, beta)
+    block = model.blocks[0]
+    block.out_proj.weight[:, 2 * S :] = -torch.eye(2 * S)  # first head minus second
+    for j in range(S):
+        W_B[:, 2 * j] = W_C[:, 2 * j] = j + 1  # a token's digit; 0 is "before the start"
+    # A context is the number v = sum_j (S+1)^j digit_{t-j}. With ramps r_m(v) = ReLU(v - m), [v = m] is the second
+    # difference r_{m-1} - 2 r_m + r_{m+1}. c_t . b_s needs [v_t = m][v_s = m] = nine products of ramps: the five
+    # positive ones go to the first head, the four negative ones to the second.
+    second = {-1: 1, 0: -2, 1: 1}
+    pairs = [(p, q, second[p] * second[q]) for p in second for q in second]
+    digits = torch.cartesian_prod(*[torch.arange(1, S + 1)] * k).view(C, k).double()
+    place = (S + 1.0) ** torch.arange(k)
+    m = digits @ place.double()  # (C,) the codes of all contexts
+    b_weight, c_weight = block.conv_weight[block.E :].view(2, 2, 5, C, k + 1)  # (b or c; head, pair, context, tap)
+    b_bias, c_bias = block.conv_bias[block.E :].view(2, 2, 5, C)
+    for head, sign in enumerate((1, -1)):
+        for i, (p, q, s) in enumerate([pair for pair in pairs if pair[2] * sign > 0]):
+            b_weight[head, i, :, :k] = place.flip(0)  # r_{m+p} of the context before the current token
+            b_bias[head, i] = -(m + p)
+            c_weight[head, i, :, 1:] = abs(s) * place.flip(0)  # |s| r_{m+q} of the context that ends with it
+            c_bias[head, i] = -abs(s) * (m + q)
+    return model
+
+
+def _any_order_binary(k, beta):
+    C = 2**k
+    model, W_X, W_B, W_C, _ = _blank(vocab=2, d=4, state=C, expand=1, window=k + 1, act="relu", decay=False)
+    _count_successors(model, W_X, 2, beta)
+    W_B[:, 0] = W_C[:, 0] = -1  # token 0 is -1, token 1 is +1, before the start is 0
+    W_B[:, 2] = W_C[:, 2] = 1
+    bits = (torch.arange(C)[:, None] >> torch.arange(k).flip(0)) & 1  # (C, k), oldest first
+    block = model.blocks[0]
+    b_weight, c_weight = block.conv_weight[block.E :].view(2, C, k + 1)
+    b_weight[:, :k] = c_weight[:, 1:] = 2.0 * bits - 1  # k matches sum to k, one mismatch to k - 2:
+    block.conv_bias[block.E :] = -(k - 1)  # ReLU leaves 1 for the full match and 0 for the others
+    return model
+
+
+def laplace_binary_2d(beta, eps):
+    """Theorem 4: add-beta on binary order-1 chains within KL <= eps, with d = N = 2 only, e = 1, w = 2.
+
+    The counts n_01 and n_10 differ by at most 1, which a mixture of the previous and the current token exploits.
+    """
+    _check_construction(2, 1, beta)
+    if not 0 < eps < math.inf:
+        raise ValueError(f"eps must be a positive number, got {eps}")
+    model, W_X, W_B, W_C, _ = _blank(vocab=2, d=2, state=2, expand=1, window=2, decay=False)
+    alpha = (math.sqrt(beta * eps / (1 + beta * eps)), 1.0)  # (previous, current) taps of x, and of b:
+    gamma = (1.0, -alpha[0])  # orthogonal to alpha, so that a repeated token writes nothing off its diagonal
+    cross = alpha[0] * gamma[1] + alpha[1] * gamma[0]
+    same, other = cross * beta - alpha[1] * gamma[1], cross * beta - alpha[0] * gamma[1]
+    e = torch.tensor([[same, other], [other, same]], dtype=torch.float64)
+    model.embed.weight.copy_(e)
+    for W in (W_X, W_B, W_C):
+        W.copy_(e.inverse())  # embeddings to unit vectors
+    block = model.blocks[0]
+    block.conv_weight.copy_(torch.tensor([alpha] * 2 + [gamma] * 2 + [(0.0, 1.0)] * 2))
+    block.out_proj.weight.copy_(torch.eye(2))
+    model.head.weight.copy_(torch.eye(2))
+    return model
+
+
+def _check_construction(S, k, beta):
+    if S < 2 or k < 1 or not 0 < beta < math.inf:
+        raise ValueError(f"need S >= 2, k >= 1 and beta > 0, got S={S}, k={k}, beta={beta}")
+    if S**k > 2**14:
+        raise ValueError(f"S**k = {S**k} contexts need as many state channels; 16384 is the most offered here")
+
+
+if __name__ == "__main__":
+    from laplace import add_beta
+    from markov import sample_chain, sample_kernel, sample_switching
+
+    g, T = torch.Generator().manual_seed(0), 1000
+
+    def difference(model, S, k, beta, p_switch=None):
+        """Largest |P_model - P_beta| and KL over random sequences of T tokens and the all-equal ones."""
+        if p_switch is None:
+            x = sample_chain(sample_kernel(4, S, k, beta, g), T, g)
+        else:
+            x = sample_switching(4, T, S, k, beta, p_switch, g)
+        x = torch.cat([x, torch.arange(S)[:, None].expand(S, T)])
+        p, q = add_beta(x, S, k, beta, p_switch, dtype=torch.float64), model(x).exp()
+        return float((p - q).abs().max()), float((p * (p / q).log()).sum(-1).max())
+
+    print(f"Weights set by hand against add-beta, float64, T = {T}, random and all-equal sequences:\n")
+    print("                                           parameters  state   largest difference    largest KL")
+    for name, model, *rest in [
+        ("Theorem 1, S=2, beta=1", laplace_first_order(2, 1.0), 2, 1, 1.0),
+        ("Theorem 1, S=5, beta=0.5", laplace_first_order(5, 0.5), 5, 1, 0.5),
+        ("Theorem 4, eps=1e-1 (approximate)", laplace_binary_2d(1.0, 1e-1), 2, 1, 1.0),
+        ("Theorem 4, eps=1e-3 (approximate)", laplace_binary_2d(1.0, 1e-3), 2, 1, 1.0),
+        ("any order, binary, k=2", laplace_any_order(2, 2, 1.0), 2, 2, 1.0),
+        ("any order, binary, k=6", laplace_any_order(2, 6, 0.5), 2, 6, 0.5),
+        ("any order, S=3, k=2", laplace_any_order(3, 2, 1.0), 3, 2, 1.0),
+        ("any order, S=4, k=3", laplace_any_order(4, 3, 0.5), 4, 3, 0.5),
+        ("switching, S=2, p=0.01", laplace_switching(2, 1.0, 0.01), 2, 1, 1.0, 0.01),
+        ("switching, S=4, p=0.05", laplace_switching(4, 0.5, 0.05), 4, 1, 0.5, 0.05),
+    ]:
+        error, kl = difference(model, *rest)
+        n, cfg = sum(p.numel() for p in model.parameters()), model.config
+        state = cfg.expand * cfg.d * cfg.state
+        print(f"  {name:36s} {n:13d} {state:6d} {error:20.1e} {kl:13.1e}")

@@ -1,0 +1,208 @@
+"""
+The linear recurrence of Mamba, three ways.
+
+    h_t = a_t h_{t-1} + x_t b_t^T,    y_t = h_t c_t                                   # State recurrence
+
+Three functions compute it and agree to rounding: `scan_sequential` is the definition, one loop over time;
+`scan_chunked` is the same in parallel, as matrix products over chunks of Q tokens; `scan_step` is one position with a
+carried state, for decoding. Models call `scan`: eager on a CPU, one fused graph through torch.compile on a GPU.
+
+Why chunks: unrolled, y_i = sum_{j<=i} L_ij (c_i . b_j) x_j with L_ij = a_{j+1} ... a_i. That is attention without a
+softmax: quadratic in T, but all matrix products. Inside short chunks we pay that; between chunks the state h carries
+everything (state space duality, Mamba-2, Section 6). The states at the chunk borders obey the same recurrence with
+T/Q steps, so they are solved by the same trick one level up.
+
+Glossary (code: paper, Section 2)
+    x      (B, T, H, P)   x~_t, the input, already times Delta_t      B batch, T length, H heads, P head width
+    log_a  (B, T, H)      log a_t = -a Delta_t <= 0; -inf is a hard reset
+    b, c   (B, T, G, N)   b_t, c_t: what to write, what to read       N state width, G groups: head h reads h // (H//G)
+    h      (B, H, P, N)   H_t, the state; h0 is the state before the first token, zero if not given
+    y      (B, T, H, P)   y_t
+    L      (..., Q, Q)    the decay from column to row, lower triangular
+
+Run me:     python ssm.py
+Change me:  another recurrence (say a vector decay) is another `scan_sequential`; test yours against it.
+"""
+
+import math
+import warnings
+
+import torch
+import torch.nn.functional as F
+
+
+def scan_sequential(x, log_a, b, c, h0=None):
+    """The recurrence as it is written, one step a token: the oracle of the others. Returns y and the final state h."""
+    h, dtype = h0, x.dtype
+    ys = []
+    for t in range(x.shape[1]):
+        y, h = scan_step(x[:, t], log_a[:, t], b[:, t], c[:, t], h)
+        ys.append(y)
+    return torch.stack(ys, 1).to(dtype), h
+
+
+def scan_step(x, log_a, b, c, h=None):
+    """One position: x (B, H, P), log_a (B, H), b and c (B, G, N), h (B, H, P, N) -> y (B, H, P), the new h.
+
+    The state is float32 for half-precision inputs, float64 for float64; the h passed in is left as it was.
+    """
+    dtype = x.dtype
+    x, log_a, b, c = (v.to(_precise(dtype)) for v in (x, log_a, b, c))
+    b, c = (v.repeat_interleave(x.shape[1] // v.shape[1], dim=1) for v in (b, c))  # (B, H, N)
+    xb = x[..., :, None] * b[..., None, :]  # (B, H, P, N)
+    h = xb if h is None else log_a.exp()[..., None, None] * h + xb  # State recurrence
+    return (h * c[..., None, :]).sum(-1).to(dtype), h
+
+
+def scan_chunked(x, log_a, b, c, h0=None, chunk=None):
+    """The same recurrence as matrix products over chunks of Q = chunk tokens; any T, any chunk. Returns y, final h.
+
+    chunk=None picks a good length. y has the dtype of x; inside, everything is float32 (float64 if x is float64).
+    Raises ValueError if the shapes do not fit. Mamba-2 (Dao & Gu 2024), Section 6, in four stages.
+    """
+    _check(x, log_a, b, c, h0)
+    (B, T, H, P), (G, N), dtype = x.shape, b.shape[2:], x.dtype
+    Q = min(T, chunk or _chunk_length(P, N, x.device.type))
+    with torch.autocast(x.device.type, enabled=False):  # autocast would round the products below to half precision
+        # 0. Cut time into K chunks. The tail is padded with steps that do nothing: x = 0 and a = 1.
+        x, b, c = (_cut(v.to(_precise(dtype)), G, Q) for v in (x, b, c))  # (B, G, R, K, Q, P), twice (B, G, 1, K, Q, N)
+        log_a = _cut(log_a.to(_precise(dtype))[..., None], G, Q).squeeze(-1)  # (B, G, R, K, Q)
+        L, from_start, total = _decays(log_a)  # (.., Q, Q), (.., Q), (..)
+
+        # 1. Inside a chunk: y_i = sum_{j<=i} L_ij (c_i . b_j) x_j
+        y = (L * (c @ b.mT)) @ x  # (B, G, R, K, Q, P)
+        # 2. What a chunk adds to the state: sum_j L_Qj x_j b_j^T
+        added = (x * L[..., -1, :, None]).mT @ b  # (B, G, R, K, P, N)
+        # 3. The state that enters each chunk
+        if h0 is not None:  # as one more chunk in front
+            added = torch.cat([h0.to(added.dtype).view(B, G, -1, 1, P, N), added], dim=3)
+            total = F.pad(total, (1, 0))
+        h = _carry(added.flatten(-2), total).view_as(added)
+        final = total[..., -1, None, None].exp() * h[..., -1, :, :] + added[..., -1, :, :]  # (B, G, R, P, N)
+        h = h if h0 is None else h[..., 1:, :, :]
+        # 4. Its part of the output: y_i += a_1 ... a_i h c_i
+        y = y + from_start[..., None] * (c @ h.mT)
+    y = y.flatten(3, 4)[..., :T, :].permute(0, 3, 1, 2, 4).reshape(B, T, H, P)
+    return y.to(dtype), final.view(B, H, P, N)
+
+
+def _cut(v, G, Q):
+    """(B, T, M, D) -> (B, G, M/G, K, Q, D), T padded with zeros to K Q."""
+    v = F.pad(v, (0, 0, 0, 0, 0, -v.shape[1] % Q))
+    return v.unflatten(2, (G, -1)).unflatten(1, (-1, Q)).permute(0, 3, 4, 1, 2, 5)
+
+
+def _decays(log_a):
+    """Decay inside chunks, from log_a (..., Q): L (..., Q, Q), from_start (..., Q) = a_1 ... a_i, total (...) its last log.
+
+    L_ij = exp(sum of log_a over j+1..i), 0 above the diagonal: the mask comes before exp, since masking inf afterwards
+    turns gradients into NaN. The sum is a difference of cumulative sums, which would lose decays of 1e-3 behind a reset
+    of -1e6. Two remedies: log_a is cut off where exp is exactly 0 anyway, and split into multiples of 1/16, whose sums
+    are exact in float32, and a rest whose sums stay small.
+    """
+    log_a = log_a.clamp(min=-750.0 if log_a.dtype == torch.float64 else -110.0)
+    coarse = (log_a.detach() * 16).round() / 16
+    fine = (log_a - coarse).cumsum(-1)
+    coarse = coarse.cumsum(-1)
+    Q = log_a.shape[-1]
+    above = torch.full((Q, Q), -math.inf, dtype=log_a.dtype, device=log_a.device).triu(1)
+    L = ((coarse[..., :, None] - coarse[..., None, :]) + (fine[..., :, None] - fine[..., None, :]) + above).exp()
+    total = coarse + fine
+    return L, total.exp(), total[..., -1]
+
+
+def _carry(added, log_a, leaf=16):
+    """State (..., K, F) before each of K steps of h_k = a_k h_{k-1} + added_k, h = 0 at first; added (..., K, F).
+
+    Up to `leaf` steps are one product with the decay matrix. More are cut into groups of `leaf`, and the states between
+    the groups are the same problem again, `leaf` times shorter: K log K work, and no loop over K.
+    """
+    K = added.shape[-2]
+    if K > leaf:
+        added = F.pad(added, (0, 0, 0, -K % leaf)).unflatten(-2, (-1, leaf))
+        log_a = F.pad(log_a, (0, -K % leaf)).unflatten(-1, (-1, leaf))
+    L, from_start, total = _decays(log_a)
+    h = F.pad(L[..., :-1, :], (0, 0, 1, 0)) @ added  # one row down: the state before a step, not after
+    if K > leaf:
+        group = _carry((L[..., -1:, :] @ added).squeeze(-2), total, leaf)  # state before each group
+        h = h + F.pad(from_start[..., :-1], (1, 0), value=1.0)[..., None] * group[..., None, :]
+        h = h.flatten(-3, -2)[..., :K, :]
+    return h
+
+
+def _chunk_length(P, N, device):
+    """A power of two near the point where the Q x Q work inside chunks costs what the P x N states between them cost."""
+    if device == "cuda":
+        return 64
+    return max(16, 2 ** int(math.log2(P * N) / 2))
+
+
+def _precise(dtype):
+    """Half-precision inputs compute in float32: a decay rounded to 8 bits is wrong by 20% after 256 steps."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _check(x, log_a, b, c, h0):
+    B, T, H, P = x.shape
+    G, N = b.shape[2:]
+    if T == 0 or H % G or log_a.shape != (B, T, H) or b.shape != (B, T, G, N) or c.shape != b.shape:
+        raise ValueError(f"need x (B, T, H, P), log_a (B, T, H), b and c (B, T, G, N) with T >= 1 and H a multiple of G; "
+                         f"got {tuple(x.shape)}, {tuple(log_a.shape)}, {tuple(b.shape)}, {tuple(c.shape)}")
+    if h0 is not None and h0.shape != (B, H, P, N):
+        raise ValueError(f"h0 must be {(B, H, P, N)}, got {tuple(h0.shape)}")
+
+
+_compiled = None  # scan_chunked after torch.compile, made at the first call on a GPU; False once that has failed
+
+
+def scan(x, log_a, b, c, h0=None):
+    """What models call: `scan_chunked`, on CUDA through torch.compile (if that fails: one warning, then eager)."""
+    global _compiled
+    if x.device.type != "cuda" or _compiled is False or torch.compiler.is_compiling():
+        return scan_chunked(x, log_a, b, c, h0)
+    _check(x, log_a, b, c, h0)
+    try:  # compilation is lazy: what fails, fails at the first call, not where torch.compile wraps
+        _compiled = _compiled or torch.compile(scan_chunked, fullgraph=True, dynamic=True)
+        return _compiled(x, log_a, b, c, h0)
+    except Exception as error:
+        warnings.warn(f"torch.compile failed, the scan runs eagerly: {str(error).splitlines()[0]}")
+        _compiled = False
+        return scan_chunked(x, log_a, b, c, h0)
+
+
+if __name__ == "__main__":
+    import time
+
+    torch.manual_seed(0)
+    B, T, H, P, G, N = 4, 1000, 4, 8, 2, 16
+    x, log_a = torch.randn(B, T, H, P).double(), -torch.rand(B, T, H).double()
+    b, c = torch.randn(B, T, G, N).double(), torch.randn(B, T, G, N).double()
+    log_a[:, 500] = -math.inf  # a hard reset
+    print(f"{B} sequences of {T} tokens, {H} heads of {P}, state {N}, a reset in the middle (float64, largest difference):")
+
+    def report(name, f):
+        f()
+        start = time.perf_counter()
+        y, h = f()
+        ms = 1e3 * (time.perf_counter() - start)
+        print(f"  {name:34s} {ms:8.1f} ms   y: {(y - y0).abs().max():.1e}   h: {(h - h0).abs().max():.1e}")
+
+    y0, h0 = scan_sequential(x, log_a, b, c)
+    report("sequential, the definition", lambda: scan_sequential(x, log_a, b, c))
+    for chunk in (None, 1, 7, 64, 1000):
+        report(f"chunked, chunk={chunk}", lambda: scan_chunked(x, log_a, b, c, chunk=chunk))
+
+    def steps():
+        ys, h = [], None
+        for t in range(T):
+            y, h = scan_step(x[:, t], log_a[:, t], b[:, t], c[:, t], h)
+            ys.append(y)
+        return torch.stack(ys, 1), h
+
+    def pieces():
+        y1, h = scan_chunked(x[:, :300], log_a[:, :300], b[:, :300], c[:, :300])
+        y2, h = scan_chunked(x[:, 300:], log_a[:, 300:], b[:, 300:], c[:, 300:], h)
+        return torch.cat([y1, y2], 1), h
+
+    report("step by step, state carried", steps)
+    report("in two pieces, state carried", pieces)

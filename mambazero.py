@@ -96,19 +96,6 @@ class MambaBlock(nn.Module):
         if config.decay:
             self.a_log = nn.Parameter(torch.empty(config.heads))
         self.out_proj = nn.Linear(self.E, d, bias=False)
-        self.reset_parameters()
-
-    def reset_parameters(self):
-        """All initial values of the block; nothing outside rewrites them."""
-        if self.convolved:
-            bound = self.config.window**-0.5
-            nn.init.uniform_(self.conv_weight, -bound, bound)
-            nn.init.zeros_(self.conv_bias)
-        with torch.no_grad():
-            delta = torch.linspace(1, 0.1, self.config.heads)
-            self.delta_bias.copy_(torch.log(torch.expm1(delta)))
-            if self.config.decay:
-                self.a_log.fill_(math.log(0.01))
 
     def init_state(self, B):
         """What one layer remembers: the last w-1 inputs of the convolution and the state h, both zero."""
@@ -181,6 +168,7 @@ class Mamba(nn.Module):
         self.head = nn.Linear(d, config.vocab, bias=False)
         if config.tie:
             self.head.weight = self.embed.weight
+        _init_weights(self)
 
     def init_state(self, B):
         """State of an empty sequence, for `step` and `prefill`: a list over layers."""
@@ -231,11 +219,42 @@ class Mamba(nn.Module):
         return predict(self.head(u), self.config.predict), new_state
 
 
+@torch.no_grad()
+def _init_weights(model):
+    """All initial values, in one place; nothing rewrites them afterwards."""
+    cfg = model.config
+    for block in model.blocks:
+        # Mamba's own range: a = 1 and Delta from 1e-3 to 1e-1 over the heads. A single head gets the slow end, a memory
+        # of 1,000 tokens: what has decayed before it is counted gives no gradient.
+        delta = torch.logspace(-3, -1, cfg.heads)
+        block.delta_bias.copy_(delta.expm1().log())  # softplus of this is Delta
+        if cfg.decay:
+            block.a_log.zero_()
+        if block.convolved:
+            nn.init.uniform_(block.conv_weight, -(cfg.window**-0.5), cfg.window**-0.5)
+            nn.init.zeros_(block.conv_bias)
+    if cfg.predict == "l1":
+        # Everything positive: then all scores start on one side of the kink of |l|. Squares of normals spread wide, so
+        # that two tokens look different from the start, which shortens the phase of counting without context.
+        for block in model.blocks:
+            for weight, mean in ((block.in_proj.weight, cfg.d**-0.5), (block.out_proj.weight, cfg.d**-0.5)):
+                weight.normal_().square_().mul_(mean)
+            if block.convolved:
+                block.conv_weight.normal_(std=cfg.window**-0.5).abs_()
+            block.in_proj.weight[block.E + 2 * block.GN :][: cfg.heads].normal_(std=0.05)  # w_Delta: Delta starts constant
+        model.head.weight.normal_().square_().mul_(cfg.d**-0.5)
+        model.embed.weight.normal_().square_().mul_(0.5)
+
+
 def predict(logits, kind):
-    """Scores (.., V) to log-probabilities: softmax, or p = (|l| + eps) / (sum |l| + V eps), never 0; "value": as they are."""
+    """Scores (.., V) to log-probabilities: softmax, or p = (|l| + eps) / (sum |l| + V eps), never 0; "value": as they are.
+
+    The gradient of |l| is taken as 1 also where l < 0 (straight-through). The true one is -1 there: a score that steps
+    over zero is then pushed on, away from where it came, and such mixed signs are where training used to get stuck.
+    """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if kind == "l1":
-        size = logits.abs() + torch.finfo(logits.dtype).eps
+        size = logits + (logits.abs() - logits).detach() + torch.finfo(logits.dtype).eps
         return size.log() - size.sum(-1, keepdim=True).log()
     return logits.log_softmax(-1) if kind == "softmax" else logits
 

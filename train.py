@@ -1,0 +1,460 @@
+"""
+The one driver: data, model, loop, evaluation, checkpoint, log.
+
+A run is three choices, all visible below: DATA (what is predicted, and what the best predictor loses on the very same
+tokens), MODELS (presets; every field of the model's dataclass is a flag), and the loop in `train`.
+
+    loss = mean of -log P_model(x_{t+1} | x_1..x_t)                  # Cross-entropy, nats
+    gap  = loss - bayes, bayes = loss of add-beta on the same tokens # 0 = the model is the optimal estimator
+
+What a run leaves in --out: config.json, log.jsonl (one line each evaluation), model.pt (weights, optimizer, step; written
+under another name and renamed, so that the last good one is never lost).
+
+Every random stream is a function of (--seed, its name, its index), never of what was drawn before: evaluating more often
+changes nothing, and a resumed run sees the same batches.
+
+Run me:     python train.py --model mambazero --order 1
+Change me:  new data is a class with fields, batch, loss, evaluate, report and one line in DATA; a new model one in MODELS.
+"""
+
+import argparse
+import dataclasses
+import inspect
+import json
+import math
+import os
+import random
+import re
+import shlex
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import mambazero
+from laplace import add_beta, bayes_loss
+from markov import sample_chain, sample_kernel, sample_switching
+
+
+def stream(seed, name, index=0, device="cpu"):
+    """A torch.Generator for one random stream, seeded by (seed, name, index) and nothing else."""
+    return torch.Generator(device).manual_seed(random.Random(f"{seed}/{name}/{index}").getrandbits(63))
+
+
+class MarkovData:
+    """Random Markov chains (markov.py) against add-beta (laplace.py)."""
+
+    held_out = 512  # chains in the evaluation set, the same at every evaluation
+    pool_bytes = 2**28  # a pool of training chains is drawn at once: a batch at a time would cost more than the model
+
+    def __init__(self, args, device):
+        self.args, self.device = args, device
+        S, k = args.states, args.order
+        self.vocab = S + (args.switch > 0)
+        need = 4 * S**k * S * args.batch  # bytes of one batch of kernels
+        if need > 2**32:
+            raise ValueError(f"a batch of kernels with S^k = {S}^{k} contexts needs {need / 2**30:.0f} GiB; "
+                             f"lower --order, --states or --batch")
+        # Enough room for every context and a clear edge; both were found sufficient for orders 1 to 4.
+        size = max(16, S**k)
+        self.fields = dict(vocab=self.vocab, window=k + 1, state=size, d=size)
+        self.pool_batches = max(1, min(64, self.pool_bytes // (need + 8 * args.batch * (args.length + 1))))
+        self.pool_index, self.pool = None, None
+        self.test = self.sample(self.held_out, stream(args.seed, "eval", 0, device))
+        self.bayes = self.bayes_loss(self.test)
+
+    def sample(self, B, generator):
+        """B chains of length T + 1 (B, T+1): the model reads T tokens and predicts T."""
+        a = self.args
+        if a.switch:
+            return sample_switching(B, a.length + 1, a.states, a.order, a.beta, a.switch, generator, self.device)
+        P = sample_kernel(B, a.states, a.order, a.beta, generator, self.device, *a.prior)
+        return sample_chain(P, a.length + 1, generator)
+
+    def bayes_loss(self, x):
+        """Mean loss of the optimum on x, in nats."""
+        a = self.args
+        return bayes_loss(x, a.states, a.order, a.beta, a.switch or None).double().mean().item()
+
+    def batch(self, index):
+        """Training batch number `index`: tokens (B, T+1)."""
+        pool, i = divmod(index, self.pool_batches)
+        if pool != self.pool_index:
+            x = self.sample(self.args.batch * self.pool_batches, stream(self.args.seed, "data", pool, self.device))
+            self.pool_index, self.pool = pool, x.view(self.pool_batches, self.args.batch, -1)
+        return self.pool[i]
+
+    def loss(self, model, x):
+        """Cross-entropy of x (B, T+1), mean over sequences and positions, in nats."""
+        return -model(x[:, :-1]).gather(-1, x[:, 1:, None]).mean()
+
+    def evaluate(self, model):
+        """val, bayes and gap = val - bayes on the held-out chains."""
+        chunks = self.test.split(max(1, 2**17 // self.args.length))
+        val = sum(self.loss(model, x).double().item() * len(x) for x in chunks) / len(self.test)
+        return dict(val=val, bayes=self.bayes, gap=val - self.bayes)
+
+    def report(self, model):
+        """Lines of a small table: P(next = 1) of model and optimum along the first held-out chain."""
+        a, x = self.args, self.test[:1, :-1]
+        ours = model(x)[0, :, 1].exp().tolist()
+        best = add_beta(x, a.states, a.order, a.beta, a.switch or None)[0, :, 1].tolist()
+        yield f"P(next = 1) along one held-out chain:   t   x_t    model    add-{a.beta:g}   difference"
+        for t in sorted({min(t, a.length) - 1 for t in (1, 2, 3, 5, 10, 20, 50, 100, 200, a.length)}):
+            yield f"{t + 1:40d} {x[0, t]:5d} {ours[t]:8.4f} {best[t]:8.4f}   {ours[t] - best[t]:+.4f}"
+
+
+DATA = {"markov": MarkovData}
+MODELS = {name: (mambazero.Mamba, mambazero.MambaConfig, preset) for name, preset in mambazero.PRESETS.items()}
+
+
+def train(args, data, model, optimizer, start, out, device):
+    """The loop: exactly args.steps updates, evaluated at 0, every --eval-every and at the end. Returns the last metrics."""
+    amp = torch.autocast(device.type, dtype=getattr(torch, args.dtype), enabled=args.dtype != "float32")
+    scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "float16")
+    params = [p for p in model.parameters() if p.requires_grad]
+    forward = compiled(model, data, amp) if args.compile else model
+    losses, metrics, clock = [], None, time.perf_counter()
+    bar = tqdm(total=args.steps, initial=start, disable=None, leave=False)  # None: only on a terminal
+
+    for step in range(start, args.steps + 1):
+        if (step % args.eval_every == 0 or step == args.steps) and not 0 < step == start:  # a resumed run has logged that
+            ms = 1e3 * (time.perf_counter() - clock) / max(1, len(losses))
+            if not losses:
+                with torch.no_grad(), amp:
+                    losses = [data.loss(forward, data.batch(step * args.accumulate))]
+            history = torch.stack(losses).double().cpu()
+            if not history.isfinite().all():
+                bad = step - len(losses) + 1 + int((~history.isfinite()).nonzero()[0])
+                raise SystemExit(f"train.py: the loss is not finite at step {bad}; the last good checkpoint is in {out}. "
+                                 f"A lower --lr usually helps.")
+            metrics = dict(step=step, train=history.mean().item(), **evaluate(forward, data, amp), ms_per_step=round(ms, 2))
+            log(out, metrics)
+            save(out, model, optimizer, step)
+            bar.write(line(metrics, args.steps), file=sys.stdout)
+            bar.set_postfix(loss=f"{metrics['train']:.4f}", gap=f"{metrics['gap']:+.4f}")
+            losses, clock = [], time.perf_counter()
+        if step == args.steps:
+            break
+
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, args)
+        torch.manual_seed(random.Random(f"{args.seed}/dropout/{step}").getrandbits(63))
+        total = 0.0
+        for micro in range(args.accumulate):
+            with amp:
+                loss = data.loss(forward, data.batch(step * args.accumulate + micro)) / args.accumulate
+            scaler.scale(loss).backward()
+            total = total + loss.detach()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(params, args.clip)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(total)
+        bar.update()
+    bar.close()
+    return metrics
+
+
+@torch.no_grad()
+def evaluate(model, data, amp):
+    """data.evaluate in eval mode; the mode before is restored."""
+    model.eval()
+    with amp:
+        metrics = data.evaluate(model)
+    model.train()
+    return metrics
+
+
+def learning_rate(step, args):
+    """Linear warm-up over the first 2%, then a cosine to 0 at args.steps."""
+    warm = max(1, round(0.02 * args.steps))
+    if step < warm:
+        return args.lr * (step + 1) / warm
+    return args.lr * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, args.steps - warm)))
+
+
+def make_optimizer(model, args):
+    """AdamW; matrices decay, biases and the decay rates (a_log, delta_bias) do not: 0 means nothing special for them."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    groups = [dict(params=[p for p in params if p.dim() >= 2], weight_decay=args.weight_decay),
+              dict(params=[p for p in params if p.dim() < 2], weight_decay=0.0)]
+    return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
+
+
+def compiled(model, data, amp):
+    """The model through torch.compile, or itself after one warning: what fails, fails at the first forward and backward."""
+    try:
+        forward = torch.compile(model)
+        with amp:
+            data.loss(forward, data.batch(0)).backward()
+        model.zero_grad(set_to_none=True)
+        return forward
+    except Exception as error:
+        model.zero_grad(set_to_none=True)
+        warnings.warn(f"torch.compile failed, training runs eagerly: {str(error).strip().splitlines()[0]}")
+        return model
+
+
+def save(out, model, optimizer, step):
+    """model.pt, written under another name and renamed: a crash while writing leaves the previous one."""
+    torch.save(dict(model=model.state_dict(), optimizer=optimizer.state_dict(), step=step), out / "model.pt.tmp")
+    os.replace(out / "model.pt.tmp", out / "model.pt")
+
+
+def log(out, metrics):
+    """One more line of log.jsonl."""
+    with open(out / "log.jsonl", "a", encoding="utf-8") as f:
+        f.write(json.dumps(metrics) + "\n")
+
+
+def line(metrics, steps):
+    """What a run prints at an evaluation."""
+    m = metrics
+    return (f"step {m['step']}/{steps} | train {m['train']:.4f} | val {m['val']:.4f} | bayes {m['bayes']:.4f} | "
+            f"gap {m['gap']:+.4f} | {m['ms_per_step']:.0f} ms/step")
+
+
+def load_checkpoint(out):
+    """The contents of out/model.pt and out/config.json. Raises ValueError if either is missing or damaged."""
+    try:
+        config = json.loads((out / "config.json").read_text(encoding="utf-8"))
+        return torch.load(out / "model.pt", map_location="cpu", weights_only=True), config
+    except FileNotFoundError as error:
+        raise ValueError(f"{out} holds no run: {Path(error.filename).name} is missing") from None
+    except Exception as error:
+        raise ValueError(f"{out}: model.pt or config.json is damaged ({type(error).__name__}); restore it or start "
+                         f"another run") from None
+
+
+def load_model(out):
+    """The trained model of a run folder, on the CPU, in eval mode. Raises ValueError if there is none."""
+    checkpoint, config = load_checkpoint(Path(out))
+    Model, Config, _ = MODELS[config["args"]["model"]]
+    model = Model(Config(**config["model"]))
+    model.load_state_dict(checkpoint["model"])
+    return model.eval()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Command line
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, but an error is one line."""
+
+    def error(self, message):
+        self.exit(2, f"train.py: error: {message}\n")
+
+
+def make_parser():
+    """All flags: the run's own, then one for each field of the models' dataclasses, its comment being the help."""
+    p = Parser(description="Train a model to predict in context, and measure its gap to the optimum.", allow_abbrev=False,
+               formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    g = p.add_argument_group("what to train on")
+    g.add_argument("--data", choices=DATA, default="markov", help="the task")
+    g.add_argument("--order", type=int, default=1, help="k, tokens of context that decide the next one")
+    g.add_argument("--states", type=int, default=2, help="S, symbols in the alphabet")
+    g.add_argument("--beta", type=float, default=1.0, help="Dirichlet concentration of the kernels")
+    g.add_argument("--switch", type=float, default=0.0, help="probability per token of a switch to a fresh kernel")
+    g.add_argument("--prior", type=float, nargs=2, metavar=("LOW", "HIGH"), default=[0.0, 1.0],
+                   help="binary hold-out prior: P(1 | context) uniform between these")
+    g.add_argument("--length", type=int, default=256, help="T, tokens read and predicted per sequence")
+    g = p.add_argument_group("how to train")
+    g.add_argument("--steps", type=int, default=1000, help="updates")
+    g.add_argument("--batch", type=int, default=64, help="sequences per micro-batch")
+    g.add_argument("--accumulate", type=int, default=1, help="micro-batches per update")
+    g.add_argument("--lr", type=float, default=1e-2, help="peak learning rate")
+    g.add_argument("--weight-decay", type=float, default=1e-3, help="AdamW's, on matrices only")
+    g.add_argument("--clip", type=float, default=0.1, help="largest gradient norm")
+    g.add_argument("--seed", type=int, default=0, help="of weights, data and evaluation")
+    g = p.add_argument_group("the run")
+    g.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is one")
+    g.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32",
+                   help="of autocast; weights, decay, state and loss stay float32")
+    g.add_argument("--compile", action=argparse.BooleanOptionalAction, default=False, help="torch.compile the model")
+    g.add_argument("--threads", type=int, default=1, help="CPU threads of PyTorch")
+    g.add_argument("--out", type=Path, default=None, help="run folder (default: out/DATA-MODEL-ORDER-SEED, numbered)")
+    g.add_argument("--eval-every", type=int, default=100, help="steps between evaluations, each with a checkpoint")
+    g.add_argument("--resume", action="store_true", help="continue the run in --out")
+    g.add_argument("--eval", action="store_true", help="only evaluate the run in --out")
+    g = p.add_argument_group("the model (default: from the preset and the data)")
+    g.add_argument("--model", choices=MODELS, default="mambazero", help="preset")
+    for name, (field, text) in model_fields().items():
+        flag, kind = "--" + name.replace("_", "-"), type(field.default)
+        if kind is bool:
+            g.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
+        else:
+            g.add_argument(flag, type=kind, default=argparse.SUPPRESS, help=text)
+    g.add_argument("--no-conv", dest="conv", action="store_const", const="none", default=argparse.SUPPRESS,
+                   help="the same as --conv none")
+    return p
+
+
+def model_fields():
+    """name -> (dataclass field, its trailing comment), over all models; what the data decides is no flag."""
+    found = {}
+    for _, Config, _ in MODELS.values():
+        reasons = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(Config), re.M))
+        found |= {f.name: (f, reasons[f.name]) for f in dataclasses.fields(Config) if f.name not in ("vocab", "inputs")}
+    return found
+
+
+def check(args):
+    """Raises ValueError, naming the flag, for values that cannot be meant."""
+    a, finite = args, math.isfinite
+    for flag, ok, right in [
+        ("order", a.order >= 1, "at least 1"),
+        ("states", a.states >= 2, "at least 2"),
+        ("beta", 1e-3 <= a.beta <= 1e3, "between 0.001 and 1000"),
+        ("switch", 0 <= a.switch < 1, "at least 0 and below 1"),
+        ("prior", 0 <= a.prior[0] < a.prior[1] <= 1, "LOW HIGH with 0 <= LOW < HIGH <= 1"),
+        ("length", a.length >= a.order + 1, f"at least order + 1 = {a.order + 1}"),
+        ("steps", a.steps >= 0, "at least 0"),
+        ("batch", a.batch >= 1, "at least 1"),
+        ("accumulate", a.accumulate >= 1, "at least 1"),
+        ("lr", finite(a.lr) and a.lr > 0, "a positive number"),
+        ("weight_decay", finite(a.weight_decay) and a.weight_decay >= 0, "a number of at least 0"),
+        ("clip", a.clip > 0, "a positive number"),
+        ("threads", a.threads >= 1, "at least 1"),
+        ("eval_every", a.eval_every >= 1, "at least 1"),
+    ]:
+        if not ok:
+            value = " ".join(map(str, getattr(a, flag))) if flag == "prior" else getattr(a, flag)
+            raise ValueError(f"--{flag.replace('_', '-')} must be {right}, got {value}")
+    if a.prior != [0.0, 1.0] and (a.states != 2 or a.beta != 1 or a.switch):
+        raise ValueError("--prior is for binary chains: it needs --states 2 --beta 1 and no --switch")
+    if a.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: this machine or this PyTorch has no CUDA; use --device cpu")
+    if a.dtype == "float16" and (a.device == "cpu" or not torch.cuda.is_available()):
+        raise ValueError("--dtype float16 needs CUDA and its loss scaling; use bfloat16 or float32 on a CPU")
+    if (a.resume or a.eval) and a.out is None:
+        raise ValueError("--resume and --eval need --out, the folder of the run")
+    if a.resume and a.eval:
+        raise ValueError("--resume and --eval exclude each other")
+
+
+def make_model(args, data):
+    """The model of args.model: its dataclass defaults, then what the data asks for, the preset, and the flags given."""
+    Model, Config, preset = MODELS[args.model]
+    own = {f.name for f in dataclasses.fields(Config)}
+    given = {k: v for k, v in vars(args).items() if k in model_fields()}
+    for name in given.keys() - own:
+        raise ValueError(f"--{name} is not a switch of --model {args.model}")
+    asked = {k: v for k, v in data.fields.items() if k in own}
+    config = Config(**asked | preset | given)
+    size = 4 * args.batch * args.length * max(getattr(config, "d") * getattr(config, "expand", 1), getattr(config, "state", 1))
+    if size * config.layers > 2**35 or config.d * config.vocab > 2**33 or config.d**2 * config.layers > 2**31:
+        raise ValueError(f"this model on {args.batch} x {args.length} tokens needs hundreds of GiB; lower --batch, --length, "
+                         f"--d, --expand, --state or --layers")
+    torch.manual_seed(random.Random(f"{args.seed}/init").getrandbits(63))
+    return Model(config)
+
+
+def run_folder(args):
+    """The folder of a new run: --out, or out/DATA-MODEL-ORDER-SEED or its first free sibling -2, -3, ..."""
+    if args.out is not None:
+        if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
+            raise ValueError(f"--out {args.out} exists already; use --resume to continue it, or another folder")
+        return args.out
+    base = Path("out") / f"{args.data}-{args.model}-{args.order}-{args.seed}"
+    i = 2
+    out = base
+    while out.exists():
+        out, i = base.with_name(f"{base.name}-{i}"), i + 1
+    return out
+
+
+FREE = {"steps", "eval_every", "device", "threads", "compile", "out", "resume", "eval"}  # may differ in a resumed run
+
+
+def parse(argv):
+    """argv -> (args, checkpoint or None). A resumed or evaluated run starts from the flags it was started with."""
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    try:
+        if not (args.resume or args.eval):
+            check(args)
+            return args, None
+        if args.out is None:
+            check(args)
+        checkpoint, config = load_checkpoint(args.out)
+        saved = {k: v for k, v in config["args"].items() if k not in FREE}
+        parser.set_defaults(**saved | {k: config["args"][k] for k in ("steps", "eval_every")})
+        args = parser.parse_args(argv)
+        check(args)
+        changed = [k for k, v in vars(args).items() if k not in FREE and saved.get(k) != v]
+        if args.eval:
+            changed = [k for k in changed if k == "model" or k in model_fields()]
+        if changed:
+            raise ValueError(f"--{changed[0].replace('_', '-')} is {saved.get(changed[0], 'not set')} in {args.out} and cannot "
+                             f"change in a {'resumed' if args.resume else 'finished'} run")
+        if args.resume and checkpoint["step"] >= args.steps:
+            raise ValueError(f"{args.out} is finished at step {checkpoint['step']}; give a larger --steps to go on")
+        return args, checkpoint
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def main(argv=None):
+    """One run from the command line argv; returns its last metrics. Bad input: one line on stderr and exit code 2."""
+    args, checkpoint = parse(argv)
+    torch.set_num_threads(args.threads)
+    device = torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
+    try:
+        data = DATA[args.data](args, device)
+        model = make_model(args, data).to(device)
+        optimizer = make_optimizer(model, args)
+        if checkpoint:
+            model.load_state_dict(checkpoint["model"])
+            optimizer.load_state_dict(checkpoint["optimizer"])
+        out = args.out if checkpoint else run_folder(args)
+        if not checkpoint:
+            out.mkdir(parents=True, exist_ok=True)
+    except (ValueError, MemoryError, OSError) as error:
+        make_parser().error(str(error))
+
+    n = sum(p.numel() for p in model.parameters())
+    print(f"$ python train.py {shlex.join(sys.argv[1:] if argv is None else argv)}")
+    print("model: " + " ".join(f"{k}={v}" for k, v in dataclasses.asdict(model.config).items()))
+    print(f"{n:,} parameters | {args.data} | {device} {args.dtype} | torch {torch.__version__} | {args.threads} threads | {out}")
+    start = checkpoint["step"] if checkpoint else 0
+    clock = time.perf_counter()
+    if args.eval:
+        metrics = dict(step=start, **evaluate(model, data, torch.autocast(device.type, enabled=False)))
+        print(f"step {start} | val {metrics['val']:.4f} | bayes {metrics['bayes']:.4f} | gap {metrics['gap']:+.4f}")
+    else:
+        if checkpoint:
+            print(f"resumed at step {start}; the schedule now ends at step {args.steps}")
+            forget_after(out, start)
+        config = dict(args=vars(args) | dict(out=str(out)), model=dataclasses.asdict(model.config), parameters=n,
+                      torch=torch.__version__, device=str(device))
+        (out / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+        model.train()
+        try:
+            metrics = train(args, data, model, optimizer, start, out, device)
+        except KeyboardInterrupt:
+            print(f"\ninterrupted; continue with: python train.py --resume --out {shlex.quote(str(out))}", file=sys.stderr)
+            raise SystemExit(130) from None
+    model.eval()
+    with torch.no_grad():
+        for text in data.report(model):
+            print(text)
+    print(f"done in {time.perf_counter() - clock:.0f} s | val {metrics['val']:.4f} | bayes {metrics['bayes']:.4f} | "
+          f"gap {metrics['gap']:+.4f} | {out}")
+    return metrics
+
+
+def forget_after(out, step):
+    """Drop lines of log.jsonl beyond the checkpoint: they will be written again."""
+    path = out / "log.jsonl"
+    kept = [text for text in path.read_text(encoding="utf-8").splitlines() if json.loads(text)["step"] <= step]
+    path.write_text("".join(text + "\n" for text in kept), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

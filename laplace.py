@@ -73,11 +73,12 @@ def _context_counts(x, S, k, beta, p_switch):
         raise ValueError(f"tokens must be below {V}, got {int(x.max())}")
     B, T = x.shape
     c = context_index(x, S, k)  # (B, T)
-    segment = (x == S).long().cumsum(1)  # switches seen so far: a context starts afresh in each segment
-    if (T + 1) * S**k >= 2**62:
-        raise ValueError(f"S**k = {S}**{k} contexts do not fit a 64-bit index")
-    key = segment * S**k + c
-    key = key.masked_fill(c < 0, -1)
+    key = c
+    if p_switch is not None:
+        if (T + 1) * S**k >= 2**62:
+            raise ValueError(f"S**k = {S}**{k} contexts in each of {T} segments do not fit a 64-bit index")
+        segment = (x == S).long().cumsum(1)  # switches seen so far: a context starts afresh in each segment
+        key = (segment * S**k + c).masked_fill(c < 0, -1)
     key, order = key.sort(dim=1, stable=True)
 
     after = torch.zeros(B, T, S, dtype=torch.long, device=x.device)  # one-hot of x_{t+1}; a switch is nobody's count

@@ -54,36 +54,46 @@ def scan_step(x, log_a, b, c, h=None):
     return (h * c[..., None, :]).sum(-1).to(dtype), h
 
 
-def scan_chunked(x, log_a, b, c, h0=None, chunk=None):
+def scan_chunked(x, log_a, b, c, h0=None, chunk=None, inside=None):
     """The same recurrence as matrix products over chunks of Q = chunk tokens; any T, any chunk. Returns y, final h.
 
-    chunk=None picks a good length. y has the dtype of x; inside, everything is float32 (float64 if x is float64).
-    Raises ValueError if the shapes do not fit. Mamba-2 (Dao & Gu 2024), Section 6, in four stages.
+    chunk=None picks a good length; inside=None is `scan_inside`, or pass its compiled form. y has the dtype of x; what
+    happens inside is float32 (float64 if x is float64). Raises ValueError if the shapes do not fit.
     """
     _check(x, log_a, b, c, h0)
     (B, T, H, P), (G, N), dtype = x.shape, b.shape[2:], x.dtype
     Q = min(T, chunk or _chunk_length(P, N, x.device.type))
-    with torch.autocast(x.device.type, enabled=False):  # autocast would round the products below to half precision
-        # 0. Cut time into K chunks. The tail is padded with steps that do nothing: x = 0 and a = 1.
+    with torch.autocast(x.device.type, enabled=False):  # autocast would round the products to half precision
+        # Cut time into K chunks. The tail is padded with steps that do nothing: x = 0 and a = 1.
         x, b, c = (_cut(v.to(_precise(dtype)), G, Q) for v in (x, b, c))  # (B, G, R, K, Q, P), twice (B, G, 1, K, Q, N)
         log_a = _cut(log_a.to(_precise(dtype))[..., None], G, Q).squeeze(-1)  # (B, G, R, K, Q)
-        L, from_start, total = _decays(log_a)  # (.., Q, Q), (.., Q), (..)
-
-        # 1. Inside a chunk: y_i = sum_{j<=i} L_ij (c_i . b_j) x_j
-        y = (L * (c @ b.mT)) @ x  # (B, G, R, K, Q, P)
-        # 2. What a chunk adds to the state: sum_j L_Qj x_j b_j^T
-        added = (x * L[..., -1, :, None]).mT @ b  # (B, G, R, K, P, N)
-        # 3. The state that enters each chunk
-        if h0 is not None:  # as one more chunk in front
-            added = torch.cat([h0.to(added.dtype).view(B, G, -1, 1, P, N), added], dim=3)
-            total = F.pad(total, (1, 0))
-        h = _carry(added.flatten(-2), total).view_as(added)
-        final = total[..., -1, None, None].exp() * h[..., -1, :, :] + added[..., -1, :, :]  # (B, G, R, P, N)
-        h = h if h0 is None else h[..., 1:, :, :]
-        # 4. Its part of the output: y_i += a_1 ... a_i h c_i
-        y = y + from_start[..., None] * (c @ h.mT)
+        h0 = None if h0 is None else h0.to(x.dtype).view(B, G, H // G, P, N)
+        y, h = (inside or scan_inside)(x, log_a, b, c, h0)
     y = y.flatten(3, 4)[..., :T, :].permute(0, 3, 1, 2, 4).reshape(B, T, H, P)
-    return y.to(dtype), final.view(B, H, P, N)
+    return y.to(dtype), h.reshape(B, H, P, N)
+
+
+def scan_inside(x, log_a, b, c, h0=None):
+    """The parallel scan itself, in four stages; Mamba-2 (Dao & Gu 2024), Section 6. R = H/G heads share b and c.
+
+    x (B, G, R, K, Q, P), log_a (B, G, R, K, Q), b and c (B, G, 1, K, Q, N), h0 (B, G, R, P, N) -> y like x, h like h0.
+    """
+    L, from_start, total = _decays(log_a)  # (.., Q, Q), (.., Q), (..)
+
+    # 1. Inside a chunk: y_i = sum_{j<=i} L_ij (c_i . b_j) x_j
+    y = (L * (c @ b.mT)) @ x  # (B, G, R, K, Q, P)
+    # 2. What a chunk adds to the state: sum_j L_Qj x_j b_j^T
+    added = (x * L[..., -1, :, None]).mT @ b  # (B, G, R, K, P, N)
+    # 3. The state that enters each chunk: the same recurrence, with a chunk for a step
+    if h0 is not None:  # as one more chunk in front
+        added = torch.cat([h0[:, :, :, None], added], dim=3)
+        total = F.pad(total, (1, 0))
+    h = _carry(added.flatten(-2), total).view_as(added)
+    final = total[..., -1, None, None].exp() * h[..., -1, :, :] + added[..., -1, :, :]  # (B, G, R, P, N)
+    h = h if h0 is None else h[..., 1:, :, :]
+    # 4. Its part of the output: y_i += a_1 ... a_i h c_i
+    y = y + from_start[..., None] * (c @ h.mT)
+    return y, final
 
 
 def _cut(v, G, Q):
@@ -133,7 +143,7 @@ def _carry(added, log_a, leaf=16):
 def _chunk_length(P, N, device):
     """A power of two near the point where the Q x Q work inside chunks costs what the P x N states between them cost."""
     if device == "cuda":
-        return 64
+        return 64  # large enough for the tensor cores
     return max(16, 2 ** int(math.log2(P * N) / 2))
 
 
@@ -152,21 +162,22 @@ def _check(x, log_a, b, c, h0):
         raise ValueError(f"h0 must be {(B, H, P, N)}, got {tuple(h0.shape)}")
 
 
-_compiled = None  # scan_chunked after torch.compile, made at the first call on a GPU; False once that has failed
+_compiled = None  # scan_inside after torch.compile, made at the first call on a GPU; scan_inside itself once that failed
 
 
 def scan(x, log_a, b, c, h0=None):
-    """What models call: `scan_chunked`, on CUDA through torch.compile (if that fails: one warning, then eager)."""
+    """What models call: `scan_chunked`, on CUDA with its inside compiled (if that fails: one warning, then eager)."""
     global _compiled
-    if x.device.type != "cuda" or _compiled is False or torch.compiler.is_compiling():
+    if x.device.type != "cuda" or torch.compiler.is_compiling():
         return scan_chunked(x, log_a, b, c, h0)
-    _check(x, log_a, b, c, h0)
+    _compiled = _compiled or torch.compile(scan_inside, fullgraph=True, dynamic=True)
     try:  # compilation is lazy: what fails, fails at the first call, not where torch.compile wraps
-        _compiled = _compiled or torch.compile(scan_chunked, fullgraph=True, dynamic=True)
-        return _compiled(x, log_a, b, c, h0)
+        return scan_chunked(x, log_a, b, c, h0, inside=_compiled)
     except Exception as error:
-        warnings.warn(f"torch.compile failed, the scan runs eagerly: {str(error).splitlines()[0]}")
-        _compiled = False
+        if _compiled is scan_inside:
+            raise
+        warnings.warn(f"torch.compile failed, the scan runs eagerly: {str(error).strip().splitlines()[0]}")
+        _compiled = scan_inside
         return scan_chunked(x, log_a, b, c, h0)
 
 

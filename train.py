@@ -28,7 +28,6 @@ import re
 import shlex
 import sys
 import time
-import warnings
 from pathlib import Path
 
 import torch
@@ -48,21 +47,21 @@ class MarkovData:
     """Random Markov chains (markov.py) against add-beta (laplace.py)."""
 
     held_out = 512  # chains in the evaluation set, the same at every evaluation
-    pool_bytes = 2**28  # a pool of training chains is drawn at once: a batch at a time would cost more than the model
+    pool = 4096  # training chains drawn at once: a batch at a time would cost more than the model
 
     def __init__(self, args, device):
         self.args, self.device = args, device
         S, k = args.states, args.order
         self.vocab = S + (args.switch > 0)
-        need = 4 * S**k * S * args.batch  # bytes of one batch of kernels
-        if need > 2**32:
-            raise ValueError(f"a batch of kernels with S^k = {S}^{k} contexts needs {need / 2**30:.0f} GiB; "
-                             f"lower --order, --states or --batch")
-        # Enough room for every context and a clear edge; both were found sufficient for orders 1 to 4.
-        size = max(16, S**k)
+        # Bytes of one training batch and of the held-out chains, each with its kernel; a pool takes up to 256 MiB.
+        row = 4 * S**k * S + 24 * (args.length + 1)
+        if row * max(args.batch, self.held_out) > 2**33:
+            raise ValueError(f"chains of length {args.length} with S^k = {S}^{k} contexts do not fit in memory; "
+                             f"lower --order, --states, --length or --batch")
+        self.pool_batches = max(1, min(self.pool, 2**28 // row) // args.batch)
+        size = max(16, 2 * S**k)  # a state channel for every context is the least that can do; twice that trains well
         self.fields = dict(vocab=self.vocab, window=k + 1, state=size, d=size)
-        self.pool_batches = max(1, min(64, self.pool_bytes // (need + 8 * args.batch * (args.length + 1))))
-        self.pool_index, self.pool = None, None
+        self.drawn, self.chains = None, None  # number of the pool at hand, and its chains
         self.test = self.sample(self.held_out, stream(args.seed, "eval", 0, device))
         self.bayes = self.bayes_loss(self.test)
 
@@ -82,10 +81,10 @@ class MarkovData:
     def batch(self, index):
         """Training batch number `index`: tokens (B, T+1)."""
         pool, i = divmod(index, self.pool_batches)
-        if pool != self.pool_index:
+        if pool != self.drawn:
             x = self.sample(self.args.batch * self.pool_batches, stream(self.args.seed, "data", pool, self.device))
-            self.pool_index, self.pool = pool, x.view(self.pool_batches, self.args.batch, -1)
-        return self.pool[i]
+            self.drawn, self.chains = pool, x.view(self.pool_batches, self.args.batch, -1)
+        return self.chains[i]
 
     def loss(self, model, x):
         """Cross-entropy of x (B, T+1), mean over sequences and positions, in nats."""
@@ -196,7 +195,7 @@ def compiled(model, data, amp):
         return forward
     except Exception as error:
         model.zero_grad(set_to_none=True)
-        warnings.warn(f"torch.compile failed, training runs eagerly: {str(error).strip().splitlines()[0]}")
+        print(f"warning: torch.compile failed, training runs eagerly: {str(error).strip().splitlines()[0]}", file=sys.stderr)
         return model
 
 
@@ -268,9 +267,9 @@ def make_parser():
     g.add_argument("--steps", type=int, default=1000, help="updates")
     g.add_argument("--batch", type=int, default=64, help="sequences per micro-batch")
     g.add_argument("--accumulate", type=int, default=1, help="micro-batches per update")
-    g.add_argument("--lr", type=float, default=1e-2, help="peak learning rate")
+    g.add_argument("--lr", type=float, default=2e-2, help="peak learning rate")
     g.add_argument("--weight-decay", type=float, default=1e-3, help="AdamW's, on matrices only")
-    g.add_argument("--clip", type=float, default=0.1, help="largest gradient norm")
+    g.add_argument("--clip", type=float, default=1.0, help="largest gradient norm")
     g.add_argument("--seed", type=int, default=0, help="of weights, data and evaluation")
     g = p.add_argument_group("the run")
     g.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is one")

@@ -1,0 +1,1130 @@
+"""
+The claims of this project, in reading order: each test fails under a plausible bug in the file it is named after.
+
+    pytest test_all.py              everything that takes seconds
+    pytest test_all.py -m slow      the training claims, minutes
+"""
+
+import ast
+import itertools
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import types
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import laplace
+import mambazero
+import markov
+import ssm
+import train
+from laplace import add_beta, add_beta_loop, bayes_loss, oracle_loss
+from mambazero import PRESETS, Mamba, MambaConfig
+from markov import context_index, sample_chain, sample_kernel, sample_switching
+from ssm import scan, scan_chunked, scan_sequential, scan_step
+
+HERE = Path(__file__).parent
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# markov.py
+
+
+@pytest.mark.parametrize("S, beta, sure", [(3, 1e-3, 0.990), (3, 1e-2, 0.909), (2, 1e-3, 0.995)])
+def test_kernels_of_small_beta_are_nearly_deterministic(S, beta, sure):
+    P = sample_kernel(20_000, S, 0, beta, generator())[:, 0]  # (20000, S)
+    assert P.isfinite().all() and (P.sum(-1) - 1).abs().max() < 1e-6
+    assert abs((P.max(-1).values > 0.99).float().mean() - sure) < 0.01
+    assert ((P - 1 / S).abs().max(-1).values > 1e-3).all()
+    if (S, beta) == (3, 1e-3):
+        assert abs(torch.special.entr(P).sum(-1).mean() - 0.0033) < 0.001
+    assert (P.mean(0) - 1 / S).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("S, beta", [(2, 0.5), (3, 1.0), (4, 30.0), (2, 1e3)])
+def test_kernels_have_dirichlet_moments(S, beta):
+    P = sample_kernel(40_000, S, 0, beta, generator(1))[:, 0].double()
+    variance = (S - 1) / (S**2 * (S * beta + 1))
+    assert (P.mean(0) - 1 / S).abs().max() < 5 * math.sqrt(variance / 40_000)
+    assert (P.var(0) / variance - 1).abs().max() < 0.05
+    if S == 2 and beta == 0.5:  # arcsine law
+        assert abs((P[:, 0] < 0.25).double().mean() - 1 / 3) < 0.01
+
+
+def test_kernel_rows_are_independent():
+    P = sample_kernel(64, 3, 1, 1.0, generator())
+    assert P.shape == (64, 3, 3) and len(torch.unique(P.view(-1, 3), dim=0)) == 192
+    P = sample_kernel(10_000, 2, 2, 1.0, generator())
+    assert P.shape == (10_000, 4, 2) and (P.mean((0, 1)) - 0.5).abs().max() < 0.02
+    r = torch.corrcoef(P[..., 0].T) - torch.eye(4)
+    assert r.abs().max() < 0.05
+
+
+def test_same_seed_same_chains_whatever_the_global_state():
+    def draw(seed):
+        g = generator(seed)
+        P = sample_kernel(8, 3, 2, 0.5, g)
+        return P, sample_chain(P, 50, g), sample_switching(8, 50, 3, 1, generator=g)
+
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    a = draw(0)
+    assert torch.equal(before, torch.get_rng_state())
+    torch.manual_seed(2)
+    assert all(torch.equal(u, v) for u, v in zip(a, draw(0)))
+    assert not any(torch.equal(u, v) for u, v in zip(a, draw(1)))
+    torch.manual_seed(3)
+    x = sample_chain(sample_kernel(8, 2, 1), 20)  # generator=None is the global one
+    torch.manual_seed(3)
+    assert torch.equal(x, sample_chain(sample_kernel(8, 2, 1), 20))
+
+
+@pytest.mark.parametrize("S, k", [(2, 1), (2, 3), (3, 2), (5, 1)])
+def test_chains_follow_their_kernels_to_the_last_token(S, k):
+    P = sample_kernel(1, S, k, 1.0, generator()).expand(20_000, -1, -1)
+    x = sample_chain(P, k + 4, generator(1))
+    c = context_index(x, S, k)
+    for t in range(k):  # the first k tokens are uniform
+        assert (F.one_hot(x[:, t], S).double().mean(0) - 1 / S).abs().max() < 0.02
+    for t in range(k, k + 4):  # every later one follows its row, the last included
+        for context in range(S**k):
+            here = x[:, t][c[:, t - 1] == context]
+            if len(here) > 500:
+                error = (F.one_hot(here, S).double().mean(0) - P[0, context]).abs().max()
+                assert error < 5 * 0.5 / math.sqrt(len(here))
+
+
+def test_deterministic_chains():
+    identity, swap = torch.eye(2).expand(50, 2, 2), torch.eye(2).flip(0).expand(50, 2, 2)
+    x = sample_chain(identity, 30, generator())
+    assert torch.equal(x, x[:, :1].expand(-1, 30)) and 0 < x[:, 0].sum() < 50
+    x = sample_chain(swap, 30, generator())
+    assert (x[:, 1:] != x[:, :-1]).all()
+    for S in (2, 5):  # a symbol of probability 0 never comes, wherever it stands in the row
+        for j in range(S):
+            row = torch.full((S,), 1 / (S - 1))
+            row[j] = 0
+            assert not (sample_chain(row.expand(1000, 1, S), 20, generator()) == j).any()
+
+
+def test_context_index():
+    x = torch.tensor([[0, 1, 1, 0, 2, 1]])
+    assert context_index(x, 3, 1).tolist() == [[0, 1, 1, 0, 2, 1]]
+    assert context_index(x, 3, 2).tolist() == [[-1, 1, 4, 3, 2, 7]]  # newest token least significant
+    assert context_index(x, 2, 2).tolist() == [[-1, 1, 3, 2, -1, -1]]  # 2 is a switch
+    assert context_index(x, 3, 0).tolist() == [[0] * 6]
+    assert context_index(x, 3, 9).tolist() == [[-1] * 6]
+
+
+def test_switching_process():
+    x = sample_switching(400, 500, S=3, k=2, beta=0.05, p_switch=0.02, generator=generator())
+    assert x.min() == 0 and x.max() == 3
+    rate = (x == 3).double()
+    assert abs(rate.mean() - 0.02) < 0.002 and abs(rate[:, 0].mean() - 0.02) < 0.03
+    c = context_index(x, 3, 2)
+    free = x[:, 1:][(c[:, :-1] < 0) & (x[:, 1:] < 3)]
+    assert (F.one_hot(free, 3).double().mean(0) - 1 / 3).abs().max() < 0.02  # uniform until k tokens are seen
+    loss = lambda y: bayes_loss(y, 3, 2, 0.05, 0.02).mean()
+    glued = x[x < 3][: 400 * 400].view(400, 400)  # forgetting the switches must cost: kernels really change
+    assert loss(x) < bayes_loss(glued, 3, 2, 0.05).mean()
+    assert not (sample_switching(4, 50, 2, 1, p_switch=0.0, generator=generator()) == 2).any()
+
+
+def test_hold_out_prior():
+    p = sample_kernel(5000, 2, 1, generator=generator(), low=0.0, high=0.5)[..., 1]
+    assert p.max() <= 0.5 and abs(p.mean() - 0.25) < 0.01 and p.min() < 0.01
+    with pytest.raises(ValueError, match="S=3"):
+        sample_kernel(5, 3, 1, low=0.0, high=0.5)
+
+
+def test_markov_rejects_bad_input():
+    for bad in (dict(B=0), dict(S=1), dict(k=-1), dict(beta=0.0), dict(beta=math.nan), dict(beta=math.inf)):
+        with pytest.raises(ValueError):
+            sample_kernel(**dict(B=2, S=2, k=1) | bad)
+    with pytest.raises(ValueError, match="shape"):
+        sample_chain(torch.rand(2, 3, 2), 5)
+    with pytest.raises(ValueError, match="p_switch"):
+        sample_switching(2, 5, 2, 1, p_switch=1.0)
+    with pytest.raises(ValueError, match="64-bit"):
+        context_index(torch.zeros(1, 3, dtype=torch.long), 10, 30)
+
+
+@cuda
+def test_markov_on_cuda():
+    g = torch.Generator("cuda").manual_seed(0)
+    P = sample_kernel(8, 2, 1, generator=g, device="cuda")
+    assert P.device.type == sample_chain(P, 9, g).device.type == "cuda"
+    with pytest.raises(ValueError, match="generator"):
+        sample_kernel(8, 2, 1, generator=g)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# laplace.py
+
+
+@pytest.mark.parametrize("beta, true_symbol, mean", [(1.0, [1/2, 1/2, 1/3, 2/3, 1/2, 3/4], 0.645200),
+                                                     (0.5, [1/2, 1/2, 1/4, 3/4, 1/2, 5/6], 0.655957)])
+def test_add_beta_on_a_worked_example(beta, true_symbol, mean):
+    x = torch.tensor([[0, 1, 1, 0, 1, 0, 1]])
+    assert torch.allclose(add_beta(x[:, :-1], 2, 1, beta).gather(-1, x[:, 1:, None]).flatten(), torch.tensor(true_symbol))
+    assert abs(bayes_loss(x, 2, 1, beta).mean() - mean) < 1e-6
+    if beta == 1:
+        assert torch.allclose(bayes_loss(x, 2, 1)[0], torch.tensor(
+            [0.693147, 0.693147, 1.098612, 0.405465, 0.693147, 0.287682]), atol=1e-6)
+        assert add_beta(torch.tensor([[0, 1, 1, 0, 1, 0]]), 2, 1)[0, -1, 1] == 0.75
+
+
+def test_add_beta_order_2():
+    x = torch.tensor([[0, 1, 0, 0, 1, 0, 1]])
+    assert torch.allclose(add_beta(x, 2, 2)[0, 1:-1, 1], torch.tensor([1/2, 1/2, 1/2, 1/3, 1/3]))
+
+
+@pytest.mark.parametrize("S, k, beta", [(2, 1, 1.0), (2, 3, 0.5), (3, 2, 2.0), (5, 1, 1e-3), (4, 4, 1.0)])
+def test_vectorised_add_beta_equals_the_loop(S, k, beta):
+    x = sample_chain(sample_kernel(6, S, k, 1.0, generator()), 60, generator(1))
+    p = add_beta(x, S, k, beta, dtype=torch.float64)
+    assert p.dtype == torch.float64 and (p.sum(-1) - 1).abs().max() < 1e-12
+    loop = torch.tensor([add_beta_loop(row, S, k, beta) for row in x.tolist()], dtype=torch.float64)
+    assert (p - loop).abs().max() < 1e-12
+    y = x.clone()
+    y[:, 40:] = (y[:, 40:] + 1) % S  # causal: what comes later changes nothing
+    assert torch.equal(add_beta(y, S, k, beta)[:, :40], add_beta(x, S, k, beta)[:, :40])
+
+
+def test_add_beta_for_the_switching_process_restarts_at_every_switch():
+    S, k, p = 3, 2, 0.1
+    x = sample_switching(5, 80, S, k, p_switch=p, generator=generator())
+    probs = add_beta(x, S, k, 0.7, p_switch=p, dtype=torch.float64)
+    assert probs.shape == (5, 80, S + 1) and (probs[..., S] - p).abs().max() < 1e-7
+    for row, q in zip(x.tolist(), probs):
+        for t in range(80):
+            last = max([i for i in range(t + 1) if row[i] == S], default=-1)
+            segment = row[last + 1 : t + 1]
+            best = add_beta_loop(segment, S, k, 0.7)[-1] if segment else [1 / S] * S
+            assert (q[t, :S] / (1 - p) - torch.tensor(best)).abs().max() < 1e-6
+
+
+EXPECTED_BAYES = [  # exact expectations by enumeration
+    (2, 1, 1.0, [0.693147, 0.693147, 0.664831, 0.621227, 0.604281, 0.586779, 0.576362, 0.566434]),
+    (2, 1, 0.5, [0.693147, 0.693147, 0.627741, 0.536771, 0.507916, 0.478273, 0.463673, 0.448854]),
+    (3, 1, 1.0, [1.098612, 1.098612, 1.078982, 1.047715, 1.027996, 1.011196]),
+    (2, 2, 1.0, [0.693147, 0.693147, 0.693147, 0.678989, 0.657187, 0.632196, 0.613897, 0.602869]),
+]
+
+
+@pytest.mark.parametrize("S, k, beta, expected", EXPECTED_BAYES)
+def test_expected_bayes_and_oracle_losses(S, k, beta, expected):
+    g = generator()
+    P = sample_kernel(40_000, S, k, beta, g)
+    x = sample_chain(P, len(expected), g)
+    bayes, oracle = bayes_loss(x, S, k, beta).double(), oracle_loss(x, P).double()
+    assert (bayes.mean(0) - torch.tensor(expected[1:])).abs().max() < 0.01
+    assert bayes[:, : k - 1].sub(math.log(S)).abs().sum() < 1e-4 and oracle[:, : k - 1].sub(math.log(S)).abs().sum() < 1e-4
+    at_k = torch.digamma(torch.tensor(S * beta + 1)) - torch.digamma(torch.tensor(beta + 1))
+    assert abs(oracle[:, k - 1].mean() - at_k) < 0.01
+    assert (bayes.mean(0) - oracle.mean(0) > -0.005).all()
+    for wrong in (beta * 2, beta / 5):  # the right beta is the best one
+        assert bayes_loss(x, S, k, wrong).mean() > bayes.mean()
+
+
+def test_oracle_loss_far_into_a_chain():
+    P = sample_kernel(3000, 2, 1, 1.0, generator())
+    assert abs(oracle_loss(sample_chain(P, 150, generator(1)), P)[:, 100:].mean() - 0.4809) < 0.012
+
+
+def test_high_order_needs_no_table_of_contexts():
+    x = torch.randint(2, (4, 4096), generator=generator())
+    start = torch.randint(2, (4, 4096), generator=generator())
+    assert add_beta(x, 2, 12).shape == (4, 4096, 2) and torch.equal(x, start)
+    assert add_beta(x[:, :500], 2, 60).shape == (4, 500, 2)  # 2^60 contexts: only the seen ones may be stored
+
+
+def test_laplace_rejects_bad_input():
+    x = torch.tensor([[0, 1, 2]])
+    for call in (lambda: add_beta(x, 2, 1), lambda: add_beta(x, 3, 1, 0.0), lambda: add_beta(x, 3, 1, math.nan),
+                 lambda: add_beta(x, 2, 1, p_switch=1.0), lambda: add_beta(-x, 3, 1), lambda: bayes_loss(x, 2, 1)):
+        with pytest.raises(ValueError):
+            call()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# ssm.py
+
+
+def unit(T, log_a, dtype=torch.float32):
+    """x = b = c = 1, one head, state 1; log_a a number or {position: value, None: the rest}."""
+    one = torch.ones(1, T, 1, 1, dtype=dtype)
+    if not isinstance(log_a, dict):
+        log_a = {None: log_a}
+    a = torch.full((1, T, 1), float(log_a[None]), dtype=dtype)
+    for t, value in log_a.items():
+        if t is not None:
+            a[:, t] = value
+    return one, a, one.clone(), one.clone()
+
+
+def random_inputs(B=2, T=20, H=4, P=3, G=2, N=5, dtype=torch.float64, seed=0):
+    g = generator(seed)
+    r = lambda *shape: torch.randn(*shape, generator=g, dtype=dtype)
+    return r(B, T, H, P), -torch.rand(B, T, H, generator=g, dtype=dtype), r(B, T, G, N), r(B, T, G, N)
+
+
+def close(pair, other, tolerance):
+    return all((u - v).abs().max() <= tolerance for u, v in zip(pair, other))
+
+
+@pytest.mark.parametrize("T", [1, 2, 3, 4, 5, 7, 8, 9, 63, 65])
+def test_chunked_scan_equals_the_recurrence(T):
+    y, h = scan_chunked(*unit(7, math.log(0.5)), chunk=4)
+    assert torch.allclose(y.flatten(), 2 - 0.5 ** torch.arange(7.0)) and abs(h.item() - 1.984375) < 1e-6
+    for chunk in (1, 3, 4, 64, 1000, None):
+        for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+            inputs = random_inputs(T=T, dtype=dtype)
+            out = scan_chunked(*inputs, chunk=chunk)
+            assert out[0].dtype == out[1].dtype == dtype
+            assert close(out, scan_sequential(*inputs), tolerance)
+
+
+def test_chunks_hand_over_and_stay_causal():
+    y, _ = scan_chunked(*unit(12, 0.0), chunk=4)
+    assert torch.equal(y.flatten(), torch.arange(1.0, 13))
+    for T, chunk, t in ((12, 4, 9), (200, 4, 150), (600, 2, 301)):  # 3, 50 and 300 chunks: one, two and three levels
+        inputs = random_inputs(T=T, dtype=torch.float32)
+        y, _ = scan_chunked(*inputs, chunk=chunk)
+        for i in range(4):
+            changed = [v.clone() for v in inputs]
+            changed[i][:, t] -= 1
+            z, _ = scan_chunked(*changed, chunk=chunk)
+            assert torch.equal(y[:, :t], z[:, :t]) and not torch.equal(y[:, t:], z[:, t:])
+        assert close(scan_chunked(*inputs, chunk=chunk), scan_sequential(*inputs), 2e-5)
+
+
+@pytest.mark.parametrize("T, log_a", [(3, -100.0), (64, -20.0), (64, -1000.0)])
+def test_gradients_of_strong_decay_are_finite(T, log_a):
+    inputs = [v.requires_grad_() for v in unit(T, log_a)]
+    y, _ = scan_chunked(*inputs, chunk=64)
+    y.sum().backward()
+    assert (y - 1).abs().max() < 1e-6 and (inputs[0].grad - 1).abs().max() < 1e-6
+    assert inputs[1].grad.abs().max() < 1e-6 and all(v.grad.isfinite().all() for v in inputs)
+
+
+@pytest.mark.parametrize("reset", [-1e2, -1e4, -1e6, -1e30, -math.inf])
+@pytest.mark.parametrize("chunk", [1, 4, 16, 64, None])
+def test_small_decays_survive_a_reset(reset, chunk):
+    y, h = scan_chunked(*unit(64, {None: -1e-3, 3: reset}), chunk=chunk)
+    t = torch.arange(3, 64, dtype=torch.float64)
+    exact = -torch.expm1(-0.001 * (t - 2)) / -math.expm1(-0.001)
+    assert abs(exact[-1] - 59.2063535) < 1e-6
+    assert (y.flatten()[3:].double() / exact - 1).abs().max() < 1e-5 and abs(h.item() / exact[-1] - 1) < 1e-5
+    y, h = scan_chunked(*unit(640, {None: -1e-3, 3: reset, 500: reset}), chunk=chunk)  # across chunks, too
+    z, g = scan_sequential(*unit(640, {None: -1e-3, 3: reset, 500: reset}, torch.float64))
+    assert (y / z - 1).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("at", [0, 3, 4, 7])
+@pytest.mark.parametrize("reset", [-1e4, -math.inf])
+def test_a_hard_reset_is_right_in_value_and_gradient(at, reset):
+    inputs = [v.requires_grad_() for v in unit(8, {None: 0.0, at: reset})]
+    y, h = scan_chunked(*inputs, chunk=4)
+    y.sum().backward()
+    before, after = list(range(1, at + 1)), list(range(1, 9 - at))
+    assert y.flatten().tolist() == pytest.approx(before + after)
+    assert inputs[0].grad.flatten().tolist() == pytest.approx(before[::-1] + after[::-1])
+    paths = [sum(1 for s in range(t, 8) for j in range(t) if not j < at <= s) for t in range(8)]  # j < t <= s
+    assert inputs[1].grad.flatten().tolist() == pytest.approx(paths)
+    if at == 3:
+        assert paths == [0, 2, 2, 0, 4, 6, 6, 4]
+    assert all(v.grad.isfinite().all() for v in inputs)
+
+
+def test_gradcheck_of_the_chunked_scan():
+    inputs = [v.requires_grad_() for v in random_inputs(B=1, T=7, H=2, P=2, G=1, N=3)]
+    h0 = torch.randn(1, 2, 2, 3, dtype=torch.float64, generator=generator(), requires_grad=True)
+    assert torch.autograd.gradcheck(lambda *v: scan_chunked(*v, chunk=4), (*inputs, h0))
+
+
+@pytest.mark.parametrize("T, chunk, G", [(7, 4, 1), (33, 4, 4), (70, 2, 2), (300, 1, 1), (40, None, 2)])
+def test_all_gradients_equal_those_of_the_recurrence(T, chunk, G):
+    def grads(f, **kwargs):
+        inputs = [v.requires_grad_() for v in random_inputs(T=T, G=G)]
+        with torch.no_grad():
+            inputs[1][:, T // 2] = -1e6
+            inputs[1][:, T // 3] = -math.inf
+        h0 = torch.randn(2, 4, 3, 5, dtype=torch.float64, generator=generator(1)).requires_grad_()
+        y, h = f(*inputs, h0, **kwargs)
+        ((y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum() + (h * h).sum()).backward()
+        return [v.grad for v in (*inputs, h0)]
+
+    for ours, theirs in zip(grads(scan_chunked, chunk=chunk), grads(scan_sequential)):
+        assert (ours - theirs).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("pieces", [(5, 7), (1, 11), (3, 1, 8), (1,) * 12])
+def test_a_sequence_in_pieces(pieces):
+    inputs = random_inputs(T=12, dtype=torch.float32)
+    whole = scan_chunked(*inputs)
+    ys, h, start = [], None, 0
+    for n in pieces:
+        y, h = scan_chunked(*[v[:, start : start + n] for v in inputs], h, chunk=4)
+        ys, start = ys + [y], start + n
+    assert close((torch.cat(ys, 1), h), whole, 1e-5)
+
+
+def test_final_state_is_differentiable():
+    x, log_a, b, c = unit(7, math.log(0.5), torch.float64)
+    x.requires_grad_(), (h0 := torch.zeros(1, 1, 1, 1, dtype=torch.float64).requires_grad_())
+    scan_chunked(x, log_a, b, c, h0, chunk=4)[1].sum().backward()
+    assert h0.grad.item() == pytest.approx(0.5**7)
+    assert x.grad.flatten().tolist() == pytest.approx([0.5 ** (6 - t) for t in range(7)])
+
+
+def test_no_extra_chunk_where_the_length_divides(monkeypatch):
+    seen = []
+    carry = ssm._carry
+    monkeypatch.setattr(ssm, "_carry", lambda added, *rest: seen.append(added.shape[3]) or carry(added, *rest))
+    scan_chunked(*random_inputs(T=8), chunk=4)
+    scan_chunked(*random_inputs(T=9), chunk=4)
+    assert seen == [2, 3]
+
+
+def test_half_precision_keeps_decay_and_state_in_float32():
+    x, log_a, b, c = (v.bfloat16() for v in unit(256, -0.3))
+    a = math.exp(float(log_a[0, 0, 0]))
+    exact = (1 - a ** torch.arange(1.0, 257)) / (1 - a)
+    for scan_form in (lambda: scan_chunked(x, log_a, b, c, chunk=256), lambda: scan_sequential(x, log_a, b, c)):
+        y, h = scan_form()
+        assert y.dtype == torch.bfloat16 and h.dtype == torch.float32
+        assert (y.flatten().float() / exact - 1).abs().max() < 0.02 and abs(exact[-1] - 3.8497) < 1e-3
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # autocast must not reach inside
+        inputs = random_inputs(dtype=torch.float32)
+        assert close(scan_chunked(*inputs), scan_sequential(*inputs), 1e-5)
+
+
+def test_scan_step_leaves_the_state_passed_in():
+    x, log_a, b, c = random_inputs(T=3)
+    h = torch.randn(2, 4, 3, 5, dtype=torch.float64)
+    kept = h.clone()
+    y, new = scan_step(x[:, 0], log_a[:, 0], b[:, 0], c[:, 0], h)
+    assert torch.equal(h, kept) and not torch.equal(new, kept) and y.shape == (2, 4, 3)
+
+
+def test_scan_rejects_shapes_that_do_not_fit():
+    x, log_a, b, c = random_inputs()
+    for bad in ((x, log_a, b[..., :3], c), (x, log_a[:, 1:], b, c), (x[:, :, :3], log_a[:, :, :3], b, c),
+                (x, log_a, b, c, torch.zeros(1))):
+        with pytest.raises(ValueError):
+            scan_chunked(*bad)
+
+
+def test_deterministic_mode():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        inputs = [v.requires_grad_() for v in random_inputs(dtype=torch.float32)]
+        scan(*inputs)[0].sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert inputs[0].grad.isfinite().all()
+
+
+@compiler
+def test_compiled_scan_handles_other_lengths_without_recompiling():
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    inside = torch.compile(ssm.scan_inside, fullgraph=True, dynamic=True, backend=backend)
+    for T, B in ((20, 8), (30, 8), (40, 3), (230, 3), (1, 3)):
+        inputs = random_inputs(B=B, T=T, dtype=torch.float32)
+        assert close(scan_chunked(*inputs, inside=inside), scan_chunked(*inputs), 1e-4)
+    assert len(graphs) <= 4  # three for the lengths, one more for T = 1
+    assert max(len(graph.graph.nodes) for graph in graphs) < 200  # no loop over T unrolled
+
+
+@compiler
+def test_failing_compilation_falls_back_once(monkeypatch):
+    calls = []
+
+    def broken(*args):
+        calls.append(1)
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(ssm, "_compiled", broken)
+    inputs = random_inputs(dtype=torch.float32)
+    monkeypatch.setattr(ssm.torch.compiler, "is_compiling", lambda: False)
+    fake = types.SimpleNamespace(device=types.SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(ssm, "scan_chunked", lambda *a, inside=None: inside(*a) if inside else scan_chunked(*inputs))
+    with pytest.warns(UserWarning, match="no compiler here"):
+        out = scan(fake, None, None, None)
+    assert close(out, scan_chunked(*inputs), 0)
+    with pytest.raises(AttributeError):  # from now on scan_inside runs, and its errors are not hidden
+        scan(fake, None, None, None)
+    assert calls == [1]
+
+
+@cuda
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
+def test_scan_on_cuda(dtype, tolerance):
+    cpu = [v.to(dtype).requires_grad_() for v in random_inputs(T=300, H=4, P=16, G=2, N=16, dtype=torch.float32)]
+    gpu = [v.detach().cuda().requires_grad_() for v in cpu]
+    y, h = scan(*gpu)
+    z, g = scan_sequential(*cpu)
+    y.float().sum().backward(), z.float().sum().backward()
+    for u, v in ((y, z), (h, g), *((u.grad, v.grad) for u, v in zip(gpu, cpu))):
+        assert (u.cpu().float() - v.float()).abs().max() <= tolerance * v.float().abs().max()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# mambazero.py
+
+
+def random_model(seed=0, double=True, **fields):
+    torch.manual_seed(seed)
+    model = Mamba(MambaConfig(**dict(vocab=3, d=6, state=5, heads=2, window=3) | fields))
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    return model.double() if double else model
+
+
+def tokens(B=2, T=9, V=3, seed=0):
+    return torch.randint(V, (B, T), generator=generator(seed))
+
+
+SWITCHES = [dict(conv=conv, act=act, gate=gate, predict=predict) for conv, act, gate, predict in
+            itertools.product(("xbc", "none"), ("relu", "none"), (True, False), ("l1", "softmax"))]
+
+
+@pytest.mark.parametrize("fields", SWITCHES + [
+    dict(conv="xb"), dict(conv="x"), dict(act="silu"), dict(mlp=False), dict(norm=True, layers=2), dict(decay=False),
+    dict(tie=True), dict(groups=2), dict(window=1), dict(expand=1, heads=1)], ids=str)
+def test_step_prefill_and_forward_agree(fields):
+    for double, tolerance in ((True, 1e-12), (False, 1e-5)):
+        model, x = random_model(double=double, **fields), tokens()
+        full = model(x)
+        assert (full.exp().sum(-1) - 1).abs().max() < 1e-5
+        for split in (1, 2, 4, 9):  # also prompts shorter than the convolution
+            log_probs, state = model.prefill(x[:, :split])
+            out = [log_probs]
+            for t in range(split, 9):
+                log_probs, state = model.step(x[:, t], state)
+                out.append(log_probs[:, None])
+            assert (torch.cat(out, 1).exp() - full.exp()).abs().max() <= tolerance
+            _, whole = model.prefill(x)
+            assert all((a - b).abs().max() <= tolerance for s, w in zip(state, whole) for a, b in zip(s, w) if a.numel())
+        state = model.init_state(2)
+        first = [model.step(x[:, t], state)[0] for t in range(3)]
+        again = [model.step(x[:, t], state)[0] for t in range(3)]
+        assert all(torch.equal(a, b) for a, b in zip(first, again))
+        a, s = model.prefill(x[:, :4])
+        b, _ = model.prefill(x[:, 4:], s)
+        assert (torch.cat([a, b], 1).exp() - full.exp()).abs().max() <= tolerance
+
+
+def test_the_model_computes_its_equations():
+    model, x = random_model(vocab=3, d=4, state=2, heads=1, window=2, layers=1), tokens(1, 5)
+    block = model.blocks[0]
+    W_X, W_B, W_C, W_dt, W_z = block.in_proj.weight.split((8, 2, 2, 1, 8))
+    e, H = model.embed.weight[x[0]], torch.zeros(8, 2, dtype=torch.float64)
+    for t in range(5):
+        conv = lambda W, w, bias: F.relu(w[:, 1] * (W @ e[t]) + (w[:, 0] * (W @ e[t - 1]) if t else 0) + bias)
+        (wx, wb, wc), (px, pb, pc) = block.conv_weight.split((8, 2, 2)), block.conv_bias.split((8, 2, 2))
+        delta = F.softplus(W_dt @ e[t] + block.delta_bias)
+        H = torch.exp(-block.a_log.exp() * delta) * H + torch.outer(conv(W_X, wx, px) * delta, conv(W_B, wb, pb))
+        u = e[t] + block.out_proj.weight @ ((H @ conv(W_C, wc, pc)) * F.relu(W_z @ e[t]))
+        w1, w3 = model.mlps[0].fc1.weight.split((16, 16))
+        v = u + model.mlps[0].fc2.weight @ (F.relu(w1 @ u) * (w3 @ u))
+        assert (model(x)[0, t] - (model.head.weight @ v).log_softmax(-1)).abs().max() < 1e-12
+    inside = model.internals(x)
+    assert inside["a"][0].shape == (1, 5, 1) and (inside["a"][0] <= 1).all() and (inside["a"][0] >= 0).all()
+    assert torch.allclose(inside["a"][0], torch.exp(-block.a_log.exp() * inside["delta"][0]))
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 4, 5])
+def test_convolution_is_causal_and_its_last_weight_is_the_current_token(window):
+    model = random_model(window=window, conv="xbc", act="none", gate=False, mlp=False, decay=False, predict="value")
+    for T in (1, 2, 3, 10):
+        x = tokens(T=T)
+        y = model(x)
+        assert y.shape == (2, T, 3)
+        for t in range(T):
+            z = x.clone()
+            z[:, t] = (z[:, t] + 1) % 3
+            assert torch.equal(model(z)[:, :t], y[:, :t]) and not torch.equal(model(z)[:, t], y[:, t])
+    block = model.blocks[0]  # an impulse comes out as the kernel, last weight first
+    with torch.no_grad():
+        block.conv_bias.zero_()
+    u = torch.zeros(1, window, 6, dtype=torch.float64)
+    u[0, 0, 0] = 1
+    record = {}
+    block(u, record=record)
+    b = record["b"][0].flatten(2)[0]
+    expected = (block.conv_weight * block.in_proj.weight[: block.convolved, :1])[block.E : block.E + block.GN].T.flip(0)
+    assert torch.allclose(b, expected)
+
+
+def test_both_forms_of_the_convolution_agree():
+    u, weight, bias = torch.randn(2, 12, 5), torch.randn(5, 4), torch.randn(5)
+    fast = mambazero.causal_conv(u, weight, bias)
+    assert fast.shape == (2, 9, 5)
+    assert (fast - mambazero.causal_conv(u.double(), weight.double(), bias.double())).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("fields", SWITCHES, ids=str)
+def test_every_switch_trains_and_owns_its_parameters(fields):
+    torch.manual_seed(0)
+    model = Mamba(MambaConfig(**fields, d=8, state=4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    x = sample_chain(sample_kernel(16, 2, 1, generator=generator()), 33, generator(1))
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = -model(x[:, :-1]).gather(-1, x[:, 1:, None]).mean()
+        loss.backward()
+        assert loss.isfinite() and all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+        optimizer.step()
+    names = {n for n, _ in model.named_parameters()}
+    assert any("conv" in n for n in names) == (fields["conv"] != "none")
+    rows = 16 + 4 + 4 + 1 + 16 * fields["gate"]
+    assert model.blocks[0].in_proj.weight.shape == (rows, 8)
+    assert not hasattr(Mamba(MambaConfig(decay=False)).blocks[0], "a_log") and not len(Mamba(MambaConfig(mlp=False)).mlps)
+
+
+def test_parameter_shapes_of_the_paper():
+    model = Mamba(MambaConfig(**PRESETS["mamba"], vocab=3, d=8, state=4, expand=2, window=2))
+    shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    E, N, d, S, w = 16, 4, 8, 3, 2
+    assert shapes["embed.weight"] == (S, d) and shapes["head.weight"] == (S, d)
+    assert shapes["blocks.0.in_proj.weight"] == (2 * E + 2 * N + 1, d) and shapes["blocks.0.out_proj.weight"] == (d, E)
+    assert shapes["blocks.0.conv_weight"] == (E + 2 * N, w)
+    assert shapes["mlps.0.fc1.weight"] == (2 * 4 * d, d) and shapes["mlps.0.fc2.weight"] == (d, 4 * d)
+    zero = Mamba(MambaConfig(**PRESETS["mambazero"]))
+    assert {n.split(".")[-2] for n, p in zero.named_parameters() if p.dim() == 2} == {"embed", "in_proj", "0", "out_proj", "head"}
+
+
+def test_initial_decay_survives_building_the_model():
+    for _ in range(2):
+        for preset in PRESETS.values():
+            block = Mamba(MambaConfig(**preset, heads=4)).blocks[0]
+            assert torch.allclose(F.softplus(block.delta_bias), torch.logspace(-3, -1, 4), rtol=1e-4)
+            assert torch.equal(block.a_log.exp(), torch.ones(4)) and not block.conv_bias.any()
+    assert all((p >= 0).all() for n, p in Mamba(MambaConfig(**PRESETS["mambazero"])).named_parameters()
+               if n.endswith("weight") and "in_proj" not in n)
+
+
+def test_l1_prediction():
+    predict = lambda scores: mambazero.predict(torch.tensor(scores, requires_grad=True), "l1").exp()
+    assert torch.allclose(predict([0.0, 0.0, 0.0]), torch.full((3,), 1 / 3))
+    assert torch.allclose(predict([-1.0, -3.0]), torch.tensor([0.25, 0.75]))
+    for scores, target in (([0.0, 0.0], 0), ([0.0, 1.0], 0), ([2.0, -1.0], 1)):
+        scores = torch.tensor(scores, requires_grad=True)
+        log_probs = mambazero.predict(scores, "l1")
+        (-log_probs[target]).backward()
+        assert log_probs.isfinite().all() and scores.grad.isfinite().all() and abs(log_probs.exp().sum() - 1) < 1e-6
+    scores = torch.tensor([-1.0, 3.0], requires_grad=True)  # straight-through: what is below zero is pulled up
+    (-mambazero.predict(scores, "l1")[0]).backward()
+    assert scores.grad[0] < 0 < scores.grad[1]
+    for kind in ("l1", "softmax"):
+        assert mambazero.predict(torch.zeros(2, dtype=torch.bfloat16), kind).dtype == torch.float32
+
+
+@pytest.mark.parametrize("V", [2, 3, 5, 7])
+def test_no_symbol_is_added_to_the_vocabulary(V):
+    for preset in PRESETS.values():
+        model = Mamba(MambaConfig(**preset, vocab=V))
+        for p in model.parameters():
+            torch.nn.init.zeros_(p)
+        log_probs = model(tokens(V=V))
+        assert log_probs.shape[-1] == V and torch.allclose(log_probs, torch.tensor(-math.log(V)))
+
+
+def test_odd_sizes_work_and_impossible_ones_are_named():
+    model = Mamba(MambaConfig(d=6, expand=1, heads=2, state=5, window=3))
+    model(tokens(V=2)).sum().backward()
+    with pytest.raises(ValueError, match="6, got 4"):
+        MambaConfig(d=6, expand=1, heads=4)
+    for bad in (dict(layers=0), dict(window=0), dict(conv="bc"), dict(act="gelu"), dict(predict="l2"), dict(dropout=1.0),
+                dict(heads=2, groups=3), dict(inputs=4, tie=True)):
+        with pytest.raises(ValueError):
+            MambaConfig(**bad)
+
+
+def test_chained_steps_give_the_gradients_of_forward():
+    model, x = random_model(), tokens(T=5)
+    model(x).square().sum().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    state, out = model.init_state(2), []
+    kept = [tuple(s.clone() for s in layer) for layer in state]
+    for t in range(5):
+        log_probs, new = model.step(x[:, t], state)
+        assert all(torch.equal(a, b) for k, s in zip(kept, state) for a, b in zip(k, s))
+        kept, state, out = [tuple(s.clone() for s in layer) for layer in new], new, out + [log_probs]
+    torch.stack(out, 1).square().sum().backward()
+    assert all((p.grad - e).abs().max() < 1e-6 * max(1, e.abs().max()) for p, e in zip(model.parameters(), expected))
+
+
+def test_generate_and_internals_leave_the_model_alone():
+    model, x = random_model(), tokens()
+    before = model(x)
+    model.internals(x)
+    assert torch.equal(before, model(x))
+    out = model.generate(x, 6, generator=generator())
+    assert out.shape == (2, 15) and torch.equal(out[:, :9], x) and torch.equal(out, model.generate(x, 6, generator=generator()))
+    greedy = model.generate(x, 3, temperature=0)
+    assert torch.equal(greedy[:, 9], before[:, -1].argmax(-1))
+
+
+def test_real_inputs_and_values():
+    model = Mamba(MambaConfig(inputs=4, vocab=1, predict="value"))
+    assert model(torch.randn(2, 5, 4)).shape == (2, 5, 1)
+
+
+def test_tied_head_is_one_tensor():
+    model = Mamba(MambaConfig(tie=True))
+    assert model.head.weight is model.embed.weight
+    model.load_state_dict(model.state_dict())
+    model.double()
+    assert model.head.weight.data_ptr() == model.embed.weight.data_ptr()
+    assert len([p for p in model.parameters() if p is model.embed.weight]) == 1
+    untied = Mamba(MambaConfig())
+    assert untied.head.weight.data_ptr() != untied.embed.weight.data_ptr()
+
+
+def test_autocast_keeps_state_and_predictions_in_float32():
+    torch.manual_seed(0)
+    losses = {}
+    for dtype in (None, torch.bfloat16):
+        torch.manual_seed(0)
+        model = Mamba(MambaConfig(d=8, state=4))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        x = sample_chain(sample_kernel(16, 2, 1, generator=generator()), 33, generator(1))
+        for _ in range(20):
+            with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+                log_probs = model(x[:, :-1])
+                loss = -log_probs.gather(-1, x[:, 1:, None]).mean()
+            assert log_probs.dtype == torch.float32 and loss.isfinite()
+            optimizer.zero_grad(), loss.backward(), optimizer.step()
+            losses.setdefault(dtype, []).append(loss.item())
+        assert all(p.dtype == torch.float32 for p in model.parameters())
+        assert all(v.dtype == torch.float32 for s in optimizer.state.values() for v in s.values())
+        with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+            assert model.prefill(x)[1][0][1].dtype == torch.float32
+            assert model.internals(x)["a"][0].dtype == torch.float32
+    assert max(abs(a - b) for a, b in zip(*losses.values())) < 0.05
+
+
+def sequences(S, k, beta=1.0, T=1000, p_switch=None):
+    g = generator()
+    if p_switch is None:
+        x = sample_chain(sample_kernel(3, S, k, beta, g), T, g)
+    else:
+        x = sample_switching(3, T, S, k, beta, p_switch, g)
+    return torch.cat([x, torch.arange(S)[:, None].expand(S, T)])  # and the all-equal ones
+
+
+@pytest.mark.parametrize("S, beta", [(2, 1.0), (3, 0.5), (7, 1e-3), (2, 100.0)])
+def test_theorem_1_is_exact(S, beta):
+    x, model = sequences(S, 1), mambazero.laplace_first_order(S, beta)
+    assert (model(x).exp() - add_beta(x, S, 1, beta, dtype=torch.float64)).abs().max() < 1e-12
+    c = model.config
+    assert (c.state, c.d, c.expand, c.window, c.act, c.gate, c.mlp, c.predict) == (S, 2 * S, 1, 2, "none", False, False, "l1")
+
+
+@pytest.mark.parametrize("beta", [0.5, 1.0])
+@pytest.mark.parametrize("eps", [1e-1, 1e-3, 1e-5])
+def test_theorem_4_is_within_epsilon(beta, eps):
+    x, model = sequences(2, 1), mambazero.laplace_binary_2d(beta, eps)
+    p = add_beta(x, 2, 1, beta, dtype=torch.float64)
+    kl = (p * (p.log() - model(x))).sum(-1).max()
+    assert kl <= eps and (model.config.d, model.config.state) == (2, 2)
+    if beta == 1:
+        assert kl <= {1e-1: 1.2e-3, 1e-3: 1.3e-7, 1e-5: 1e-10}[eps]
+
+
+@pytest.mark.parametrize("S, k, beta", [(2, 1, 1.0), (2, 2, 0.5), (2, 5, 1.0), (3, 1, 1.0), (3, 2, 0.5), (4, 3, 1.0)])
+def test_any_order_is_exact(S, k, beta):
+    x, model = sequences(S, k), mambazero.laplace_any_order(S, k, beta)
+    assert (model(x).exp() - add_beta(x, S, k, beta, dtype=torch.float64)).abs().max() < 1e-10
+    if S == 2:
+        assert model.config.state == 2**k and model.config.window == k + 1 and model.config.heads == 1
+
+
+@pytest.mark.parametrize("S, beta, p", [(2, 1.0, 0.01), (4, 0.5, 0.2), (2, 1.0, 0.0)])
+def test_switching_model_is_exact_and_forgets_only_at_a_switch(S, beta, p):
+    x, model = sequences(S, 1, beta, p_switch=max(p, 0.02)), mambazero.laplace_switching(S, beta, p)
+    best = add_beta(x, S, 1, beta, p_switch=p, dtype=torch.float64)
+    assert (model(x).exp() - best).abs().max() < 1e-12
+    a = model.internals(x)["a"][0][..., 0]
+    assert (a[x == S] == 0).all() and (a[x < S] == 1).all()
+
+
+def test_exact_models_are_ordinary_ones():
+    x = sequences(3, 2, T=40)
+    model = mambazero.laplace_any_order(3, 2, 1.0)
+    state = model.init_state(len(x))
+    out = []
+    for t in range(40):
+        log_probs, state = model.step(x[:, t], state)
+        out.append(log_probs)
+    assert (torch.stack(out, 1) - model(x)).abs().max() < 1e-9
+    copy = Mamba(MambaConfig(**vars(model.config))).double()
+    copy.load_state_dict(model.state_dict())
+    assert torch.equal(copy(x), model(x))
+
+
+def test_why_the_window_must_exceed_the_order():
+    """w = 1 and a_t = 1: two sequences leave the same state, yet add-1 tells them apart."""
+    x = torch.tensor([[0, 1, 0, 1, 0, 1], [0, 0, 0, 1, 1, 1]])
+    model = random_model(vocab=2, window=1, decay=False)
+    _, states = model.prefill(x)
+    assert torch.allclose(states[0][1][0], states[0][1][1])
+    assert torch.allclose(add_beta(x, 2, 1)[:, -1, 1], torch.tensor([0.25, 0.75]))
+
+
+def test_constructions_reject_bad_input():
+    for call in (lambda: mambazero.laplace_first_order(1, 1.0), lambda: mambazero.laplace_first_order(2, 0.0),
+                 lambda: mambazero.laplace_binary_2d(1.0, 0.0), lambda: mambazero.laplace_any_order(2, 0, 1.0),
+                 lambda: mambazero.laplace_any_order(9, 8, 1.0), lambda: mambazero.laplace_switching(2, 1.0, 1.0)):
+        with pytest.raises(ValueError):
+            call()
+    with pytest.raises(ValueError, match="2\\^53"):
+        mambazero.laplace_any_order(10, 4, 1.0, length=10**8)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# train.py
+
+TINY = ["--steps", "10", "--batch", "4", "--length", "16", "--eval-every", "5"]
+
+
+def run(*argv):
+    return train.main([str(a) for a in argv])
+
+
+def losses(out):
+    return [json.loads(text) for text in (Path(out) / "log.jsonl").read_text().splitlines()]
+
+
+def weights(out):
+    return torch.load(Path(out) / "model.pt", weights_only=True)["model"]
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def without_time(log):
+    return [{k: v for k, v in entry.items() if k != "ms_per_step"} for entry in log]
+
+
+@pytest.fixture(autouse=True)
+def small_held_out_set_and_own_folder(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train.MarkovData, "held_out", 8)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_a_run_prints_and_writes_what_it_says(capsys):
+    metrics = run(*TINY, "--model", "mambazero", "--order", "1")
+    out = capsys.readouterr().out.splitlines()
+    steps = [text for text in out if text.startswith("step ")]
+    assert [text.split(" |")[0] for text in steps] == ["step 0/10", "step 5/10", "step 10/10"]
+    parts = dict(p.split(" ") for p in steps[-1].split(" | ")[1:5])
+    assert float(parts["gap"]) == pytest.approx(float(parts["val"]) - float(parts["bayes"]), abs=2e-4)
+    assert out[-1].startswith("done") and f"gap {metrics['gap']:+.4f}" in out[-1]
+    assert not any("gap" in text for text in out[out.index(steps[-1]) + 1 : -1])
+    folder = Path("out/markov-mambazero-1-0")
+    assert sorted(p.name for p in folder.iterdir()) == ["config.json", "log.jsonl", "model.pt"]
+    assert [set(entry) for entry in losses(folder)] == [{"step", "train", "val", "bayes", "gap", "ms_per_step"}] * 3
+    config = json.loads((folder / "config.json").read_text())
+    assert config["args"]["order"] == 1 and config["model"]["window"] == 2
+    run(*TINY, "--steps", "0")
+    assert Path("out/markov-mambazero-1-0-2").is_dir()  # never over an earlier run
+    model = train.load_model(folder)
+    assert same(model.state_dict(), weights(folder)) and not model.training
+
+
+def test_val_and_bayes_are_on_the_same_held_out_chains():
+    args = train.make_parser().parse_args(TINY)
+    data = train.MarkovData(args, torch.device("cpu"))
+    exact = mambazero.laplace_first_order(2, 1.0)
+    assert abs(data.evaluate(exact)["gap"]) < 1e-6 and data.test.shape == (8, 17)
+    assert not any(torch.equal(a, b) for a in data.test for b in data.batch(0))
+    a, b = data.batch(3).clone(), (data.batch(200), data.batch(3))[1]
+    assert torch.equal(a, b) and not torch.equal(a, data.batch(4))
+
+
+def test_more_evaluations_change_nothing():
+    run(*TINY, "--out", "a")
+    run(*TINY, "--eval-every", "2", "--out", "b")
+    assert same(weights("a"), weights("b"))
+    run(*TINY, "--seed", "1", "--out", "c")
+    assert not same(weights("a"), weights("c"))
+    run(*TINY, "--out", "d")
+    assert without_time(losses("a")) == without_time(losses("d"))
+
+
+def test_resume_is_a_continuation(monkeypatch, capsys):
+    run(*TINY, "--model", "mamba", "--dropout", "0.1", "--out", "whole")
+    rate = train.learning_rate
+
+    def interrupt(step, args):
+        if step == 7:
+            raise KeyboardInterrupt
+        return rate(step, args)
+
+    monkeypatch.setattr(train, "learning_rate", interrupt)
+    with pytest.raises(SystemExit) as stop:
+        run(*TINY, "--model", "mamba", "--dropout", "0.1", "--out", "parts")
+    assert stop.value.code == 130 and "--resume --out parts" in capsys.readouterr().err
+    assert [entry["step"] for entry in losses("parts")] == [0, 5]
+    monkeypatch.setattr(train, "learning_rate", rate)
+    run("--resume", "--out", "parts")
+    assert same(weights("whole"), weights("parts"))
+    assert without_time(losses("whole")) == without_time(losses("parts"))
+    run("--resume", "--out", "parts", "--steps", "12")
+    assert "resumed at step 10; the schedule now ends at step 12" in capsys.readouterr().out
+    assert [entry["step"] for entry in losses("parts")] == [0, 5, 10, 12]
+
+
+def test_eval_only_evaluates(capsys):
+    metrics = run(*TINY, "--out", "a")
+    before = {p.name: p.read_bytes() for p in Path("a").iterdir()}
+    capsys.readouterr()
+    assert run("--eval", "--out", "a")["gap"] == pytest.approx(metrics["gap"], abs=1e-6)
+    assert capsys.readouterr().out.splitlines()[-1].startswith("done")
+    longer = run("--eval", "--out", "a", "--length", "40")
+    assert longer["bayes"] != metrics["bayes"]
+    assert before == {p.name: p.read_bytes() for p in Path("a").iterdir()}
+
+
+def test_damaged_checkpoints_are_reported(capsys):
+    run(*TINY, "--out", "a")
+    data = Path("a/model.pt").read_bytes()
+    Path("a/model.pt").write_bytes(data[: len(data) // 2])
+    with pytest.raises(SystemExit) as stop:
+        run("--resume", "--out", "a", "--steps", "20")
+    assert stop.value.code == 2 and "damaged" in capsys.readouterr().err
+    assert len(Path("a/model.pt").read_bytes()) == len(data) // 2
+
+
+def test_a_crash_while_saving_keeps_the_last_checkpoint(monkeypatch):
+    run(*TINY, "--out", "a")
+    before = weights("a")
+
+    def half(obj, path):
+        Path(path).write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(torch, "save", half)
+    with pytest.raises(OSError):
+        train.save(Path("a"), torch.nn.Linear(1, 1), torch.optim.AdamW([torch.zeros(1, requires_grad=True)]), 11)
+    assert same(before, weights("a"))
+
+
+def test_accumulated_micro_batches_are_one_batch():
+    run("--steps", "3", "--length", "16", "--eval-every", "1", "--batch", "32", "--out", "one")
+    run("--steps", "3", "--length", "16", "--eval-every", "1", "--batch", "8", "--accumulate", "4", "--out", "four")
+    for a, b in zip(losses("one"), losses("four")):
+        if a["step"]:  # step 0 shows the first micro-batch
+            assert abs(a["train"] - b["train"]) < 1e-5 and abs(a["val"] - b["val"]) < 1e-5
+    assert abs(losses("four")[1]["train"] - math.log(2)) < 0.1
+
+
+def test_only_matrices_decay():
+    model = Mamba(MambaConfig())
+    decayed, kept = train.make_optimizer(model, train.make_parser().parse_args([])).param_groups
+    assert decayed["weight_decay"] > 0 == kept["weight_decay"]
+    names = {id(p): n for n, p in model.named_parameters()}
+    assert {names[id(p)] for p in kept["params"]} == {"blocks.0.conv_bias", "blocks.0.delta_bias", "blocks.0.a_log"}
+    assert len(decayed["params"]) + len(kept["params"]) == len(names)
+
+
+def test_schedule():
+    args = train.make_parser().parse_args(["--steps", "100", "--lr", "1"])
+    rates = [train.learning_rate(s, args) for s in range(100)]
+    assert rates[:2] == [0.5, 1.0] and max(rates) == 1 and rates[-1] < 0.001 and rates[50] == pytest.approx(0.5, abs=0.02)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(capsys):
+    run(*TINY, "--out", "a", "--steps", "5")
+    kept = weights("a")
+    with pytest.raises(SystemExit) as stop:
+        run(*TINY, "--lr", "1e30", "--out", "b", "--model", "mamba")
+    assert "not finite at step" in str(stop.value.code) and "b" in str(stop.value.code)
+    assert all(entry["step"] == 0 for entry in losses("b")) and all(v.isfinite().all() for v in weights("b").values())
+    assert same(kept, weights("a"))
+
+
+BAD = """--order 0 | --order -1 | --order 1.5 | --states 1 | --beta 0 | --beta nan | --beta -1 | --beta 1e9 | --switch 1 | --switch -0.1
+--switch nan | --prior 0.5 0.2 | --prior 0 2 | --prior 0 0.5 --states 3 | --prior 0 0.5 --switch 0.1 | --length 1 | --length 2 --order 2
+--steps -1 | --batch 0 | --accumulate 0 | --lr 0 | --lr nan | --lr inf | --lr -1 | --clip 0 | --weight-decay nan | --threads 0 | --eval-every 0
+--window 0 | --layers 0 | --heads 0 | --heads 5 | --heads 4 --groups 3 | --conv abc | --act gelu | --predict l2 | --dropout 1 | --d 0
+--state -4 | --model gpt7 | --data nothing | --device tpu | --dtype int8 | --dtype float16 | --bogus 1 | --ord 2 | --order 60
+--states 1000000 --order 3 | --batch 1000000000000 | --length 100000000000 | --d 1000000 | --resume | --eval | --resume --eval --out x
+--resume --out nowhere | --eval --out nowhere | --order | stray""".replace("\n", " | ").split(" | ")
+
+
+@pytest.mark.parametrize("command", BAD)
+def test_bad_input_is_one_line_and_exit_code_2(command, capsys):
+    before = sorted(Path(".").rglob("*"))
+    with pytest.raises(SystemExit) as stop:
+        run(*command.split())
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and err.count("\n") == 1 and err.startswith("train.py: error: "), err
+    assert sorted(Path(".").rglob("*")) == before
+
+
+def test_runs_are_not_overwritten_or_changed(capsys):
+    run(*TINY, "--out", "a")
+    before = {p.name: p.read_bytes() for p in Path("a").iterdir()}
+    for command in (["--out", "a"], ["--resume", "--out", "a"], ["--resume", "--out", "a", "--steps", "20", "--lr", "1"],
+                    ["--resume", "--out", "a", "--steps", "20", "--order", "2"], ["--eval", "--out", "a", "--d", "8"],
+                    ["--resume", "--out", "a", "--steps", "20", "--gate"], ["--out", "a/model.pt"]):
+        with pytest.raises(SystemExit) as stop:
+            run(*command)
+        assert stop.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+    assert before == {p.name: p.read_bytes() for p in Path("a").iterdir()}
+
+
+def test_flags_reach_the_model(capsys):
+    run(*TINY, "--steps", "0", "--model", "mamba", "--no-gate", "--no-conv", "--act", "silu", "--no-decay", "--layers", "2", "--out", "a")
+    model = train.load_model("a")
+    c = model.config
+    assert (c.gate, c.conv, c.act, c.decay, c.layers) == (False, "none", "silu", False, 2)
+    run(*TINY, "--steps", "0", "--order", "5", "--model", "mamba", "--out", "b")
+    assert (train.load_model("b").config.window, train.load_model("b").config.state) == (6, 32)
+    run(*TINY, "--steps", "1", "--switch", "0.1", "--states", "3", "--out", "c")
+    assert train.load_model("c").config.vocab == 4
+    run(*TINY, "--steps", "1", "--prior", "0", "0.5", "--out", "d")
+    run(*TINY, "--steps", "2", "--dtype", "bfloat16", "--out", "e")
+    help_text = train.make_parser().format_help()
+    assert "LayerNorm" in help_text and "--no-conv" in help_text
+
+
+@pytest.mark.parametrize("extra", [{}, {"CUDA_VISIBLE_DEVICES": ""}])
+def test_as_a_program_from_another_folder(extra, tmp_path):
+    env = {**os.environ, **extra}
+    command = [sys.executable, str(HERE / "train.py"), *TINY, "--steps", "2", "--out", "with space"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path)
+    assert done.returncode == 0 and done.stderr == "" and done.stdout.splitlines()[-1].startswith("done"), done.stderr
+    bad = subprocess.run([*command[:2], "--order", "0"], capture_output=True, text=True, env=env, cwd=tmp_path)
+    assert bad.returncode == 2 and bad.stderr.count("\n") == 1
+
+
+def test_compile_without_a_compiler_trains_eagerly(tmp_path):
+    run(*TINY, "--out", "eager")
+    env = {**os.environ, "CXX": "/nonexistent", "PATH": "", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, str(HERE / "train.py"), *TINY, "--compile", "--out", "compiled"],
+                          capture_output=True, text=True, env=env)
+    assert done.returncode == 0 and done.stderr.count("runs eagerly") == 1, done.stderr
+    assert same(weights("eager"), weights("compiled"))
+
+
+@compiler
+def test_checkpoints_of_compiled_runs_are_plain(monkeypatch):
+    monkeypatch.setattr(train.torch, "compile", lambda m: torch._dynamo.OptimizedModule(m, torch._dynamo.optimize("eager")))
+    torch._dynamo.reset()
+    run(*TINY, "--steps", "2", "--compile", "--out", "a")
+    assert not any("_orig_mod" in k for k in weights("a"))
+    x = tokens(V=2)
+    plain = Mamba(train.load_model("a").config)
+    plain.load_state_dict(weights("a"), strict=True)
+    assert torch.equal(plain(x), train.load_model("a")(x))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The house
+
+
+def test_every_module_needs_only_the_four_packages():
+    allowed = {"torch", "numpy", "tqdm", "pytest"} | {p.stem for p in HERE.glob("*.py")} | set(sys.stdlib_module_names)
+    for path in HERE.glob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 10)).body:
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else \
+                [node.module] if isinstance(node, ast.ImportFrom) else []
+            assert {name.split(".")[0] for name in names} <= allowed, path.name
+
+
+def test_no_float64_on_the_default_path(monkeypatch):
+    created = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            created.extend(func for o in (out if isinstance(out, (tuple, list)) else [out])
+                           if isinstance(o, torch.Tensor) and o.dtype == torch.float64)
+            return out
+
+    with Watch():
+        x = sample_chain(sample_kernel(4, 2, 1, generator=generator()), 20, generator(1))
+        bayes_loss(x, 2, 1)
+        sample_switching(4, 20, 2, 1, generator=generator())
+        Mamba(MambaConfig(**PRESETS["mambazero"]))(x).sum().backward()
+    assert not created, created
+
+
+def readme_commands():
+    blocks = (HERE / "README.md").read_text(encoding="utf-8").split("```bash\n")[1:]
+    for text in "\n".join(block.split("```")[0] for block in blocks).splitlines():
+        words = text.split("#")[0].split()
+        if words[:1] == ["python"]:
+            yield words[1:]
+
+
+@pytest.mark.parametrize("command", [c for c in readme_commands() if c[0] == "train.py"], ids=" ".join)
+def test_readme_training_commands(command):
+    if "--resume" in command or "--eval" in command:
+        run(*TINY, "--out", command[command.index("--out") + 1])
+        run(*command[1:], *(["--steps", "12"] if "--resume" in command else []))
+    else:
+        run(*command[1:], "--steps", "2", "--batch", "2", "--length", "16", "--eval-every", "1")
+
+
+@pytest.mark.parametrize("script", ["markov.py", "laplace.py", "ssm.py", "mambazero.py"])
+def test_demos_run_quickly_and_end_well(script):
+    done = subprocess.run([sys.executable, str(HERE / script)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stderr == "" and len(done.stdout.splitlines()) >= 8
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Training claims, minutes each
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_mambazero_always_learns_add_one(seed, monkeypatch):
+    monkeypatch.setattr(train.MarkovData, "held_out", 512)
+    assert run("--model", "mambazero", "--order", 1, "--seed", seed)["gap"] <= 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["mamba", "mambazero"])
+def test_without_convolution_it_does_not(model, monkeypatch):
+    monkeypatch.setattr(train.MarkovData, "held_out", 512)
+    assert run("--model", model, "--no-conv", "--steps", 500)["gap"] > 0.03
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", [1, 2, 3, 4])
+def test_mamba_learns_every_order(order, monkeypatch):
+    monkeypatch.setattr(train.MarkovData, "held_out", 512)
+    assert run("--model", "mamba", "--order", order)["gap"] <= 2e-3

@@ -59,7 +59,7 @@ class MarkovData:
             raise ValueError(f"chains of length {args.length} with S^k = {S}^{k} contexts do not fit in memory; "
                              f"lower --order, --states, --length or --batch")
         self.pool_batches = max(1, min(self.pool, 2**28 // row) // args.batch)
-        size = max(16, 2 * S**k)  # a state channel for every context is the least that can do; twice that trains well
+        size = max(16 if k == 1 else 32, 2 * S**k)  # a state channel for each context can do; with more, training is sure
         self.fields = dict(vocab=self.vocab, window=k + 1, state=size, d=size)
         self.drawn, self.chains = None, None  # number of the pool at hand, and its chains
         self.test = self.sample(self.held_out, stream(args.seed, "eval", 0, device))

@@ -1011,7 +1011,7 @@ def test_flags_reach_the_model(capsys):
     c = model.config
     assert (c.gate, c.conv, c.act, c.decay, c.layers) == (False, "none", "silu", False, 2)
     run(*TINY, "--steps", "0", "--order", "5", "--model", "mamba", "--out", "b")
-    assert (train.load_model("b").config.window, train.load_model("b").config.state) == (6, 32)
+    assert (train.load_model("b").config.window, train.load_model("b").config.state) == (6, 128)
     run(*TINY, "--steps", "1", "--switch", "0.1", "--states", "3", "--out", "c")
     assert train.load_model("c").config.vocab == 4
     run(*TINY, "--steps", "1", "--prior", "0", "0.5", "--out", "d")

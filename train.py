@@ -59,6 +59,10 @@ class MarkovData:
             raise ValueError(f"chains of length {args.length} with S^k = {S}^{k} contexts do not fit in memory; "
                              f"lower --order, --states, --length or --batch")
         self.pool_batches = max(1, min(self.pool, 2**28 // row) // args.batch)
+        # A state channel for each context can do; with four times as many, training finds them all.
+        self.fields = dict(vocab=self.vocab, window=k + 1, d=max(16 if k == 1 else 32, 2 * S**k),
+                           state=max(16 if k == 1 else 32, 4 * S**k))
+        self.pool_batches = max(1, min(self.pool, 2**28 // row) // args.batch)
         size = max(16 if k == 1 else 32, 2 * S**k)  # a state channel for each context can do; with more, training is sure
         self.fields = dict(vocab=self.vocab, window=k + 1, state=size, d=size)
         self.drawn, self.chains = None, None  # number of the pool at hand, and its chains
@@ -267,7 +271,7 @@ def make_parser():
     g.add_argument("--steps", type=int, default=1000, help="updates")
     g.add_argument("--batch", type=int, default=64, help="sequences per micro-batch")
     g.add_argument("--accumulate", type=int, default=1, help="micro-batches per update")
-    g.add_argument("--lr", type=float, default=2e-2, help="peak learning rate")
+    g.add_argument("--lr", type=float, default=1e-2, help="peak learning rate")
     g.add_argument("--weight-decay", type=float, default=1e-3, help="AdamW's, on matrices only")
     g.add_argument("--clip", type=float, default=1.0, help="largest gradient norm")
     g.add_argument("--seed", type=int, default=0, help="of weights, data and evaluation")

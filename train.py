@@ -62,9 +62,6 @@ class MarkovData:
         # A state channel for each context can do; with four times as many, training finds them all.
         self.fields = dict(vocab=self.vocab, window=k + 1, d=max(16 if k == 1 else 32, 2 * S**k),
                            state=max(16 if k == 1 else 32, 4 * S**k))
-        self.pool_batches = max(1, min(self.pool, 2**28 // row) // args.batch)
-        size = max(16 if k == 1 else 32, 2 * S**k)  # a state channel for each context can do; with more, training is sure
-        self.fields = dict(vocab=self.vocab, window=k + 1, state=size, d=size)
         self.drawn, self.chains = None, None  # number of the pool at hand, and its chains
         self.test = self.sample(self.held_out, stream(args.seed, "eval", 0, device))
         self.bayes = self.bayes_loss(self.test)

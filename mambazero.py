@@ -10,12 +10,13 @@ One model, one switch for each component; the presets are points in that space. 
     v_t = u_t + W_2 (ReLU(W_1 u_t) * W_3 u_t)                                         # MLP
     P(x_{t+1}) = softmax(W_l v_t)  or  |W_l v_t| / ||W_l v_t||_1                      # Prediction
 
-MambaZero keeps only embedding, convolution, recurrence and head, all linear, and predicts by L1: then W_l u_t is
-linear in counts, and add-beta is a ratio of counts, which softmax cannot express.
+MambaZero keeps only embedding, convolution, recurrence and head, without ReLU, gate and MLP, and predicts by L1: then
+W_l u_t is linear in the counts, and add-beta is a ratio of counts, which softmax cannot express.
 
 Glossary (code: paper, Sections 2 and 3):
     d: embedding width    expand: e, inner width E = e d    heads: H of width P = E/H    state: N    window: w
-    groups: G, how many (b, c) pairs the heads share        a_log: log a        delta_bias: delta
+    groups: G, how many (b, c) pairs the heads share        delta_bias: delta
+    a_log: log of the rate a; log_a: log of the decay a_t = exp(-a Delta_t)
     conv weight (channels, w): the last column multiplies the current token, the first the one w-1 steps back
 
 Run me:     python mambazero.py   (the exact models against add-beta)
@@ -34,16 +35,19 @@ from ssm import scan, scan_step
 
 @dataclass
 class MambaConfig:
-    """Sizes and switches; train.py makes a flag of each. Raises ValueError if they contradict each other."""
+    """Sizes and switches; train.py makes a flag of all but vocab and inputs, with the comment as its help.
+
+    Raises ValueError if they contradict each other.
+    """
 
     vocab: int = 2  # symbols predicted; set by the data
     d: int = 16  # embedding width
     state: int = 16  # N: at least S^k for an order-k chain
     expand: int = 2  # inner width E = expand * d
-    heads: int = 1  # the paper's Markov experiments use one
-    groups: int = 1  # heads that share b and c; as many as heads gives each its own
+    heads: int = 1  # H, of width E / H each; the paper's Markov runs use one
+    groups: int = 1  # G, (b, c) pairs that the heads share; as many as heads: each its own
     window: int = 2  # convolution window w: k + 1 is what an order-k chain needs
-    layers: int = 1  # one is enough, which is the point
+    layers: int = 1  # Mamba layers; one is enough, which is the paper's point
     conv: str = "xbc"  # which of x, b, c are convolved: "xbc", "xb", "x", "none"
     act: str = "relu"  # after the convolution: "relu", "silu", "none"
     gate: bool = True  # multiply y by ReLU(W_z x)
@@ -88,10 +92,10 @@ class MambaBlock(nn.Module):
         d, self.E, self.GN = config.d, config.expand * config.d, config.groups * config.state
         self.widths = (self.E, self.GN, self.GN, config.heads) + (self.E,) * config.gate  # x, b, c, Delta, z
         self.in_proj = nn.Linear(d, sum(self.widths), bias=False)
-        self.convolved = {"xbc": self.E + 2 * self.GN, "xb": self.E + self.GN, "x": self.E, "none": 0}[config.conv]
-        if self.convolved:
-            self.conv_weight = nn.Parameter(torch.empty(self.convolved, config.window))
-            self.conv_bias = nn.Parameter(torch.empty(self.convolved))
+        self.conv_width = {"xbc": self.E + 2 * self.GN, "xb": self.E + self.GN, "x": self.E, "none": 0}[config.conv]
+        if self.conv_width:
+            self.conv_weight = nn.Parameter(torch.empty(self.conv_width, config.window))
+            self.conv_bias = nn.Parameter(torch.empty(self.conv_width))
         self.delta_bias = nn.Parameter(torch.empty(config.heads))
         if config.decay:
             self.a_log = nn.Parameter(torch.empty(config.heads))
@@ -100,25 +104,25 @@ class MambaBlock(nn.Module):
     def init_state(self, B):
         """What one layer remembers: the last w-1 inputs of the convolution and the state h, both zero."""
         c, like = self.config, self.delta_bias
-        return (like.new_zeros(B, c.window - 1, self.convolved),
+        return (like.new_zeros(B, c.window - 1, self.conv_width),
                 like.new_zeros(B, c.heads, self.E // c.heads, c.state))
 
     def forward(self, u, state=None, record=None):
         """u (B, T, d), state as in init_state -> output (B, T, d), the state after the last token."""
         cfg, (B, T, _) = self.config, u.shape
-        window, h = self.init_state(B) if state is None else state
-        xbc, dt, *z = self.in_proj(u).split((self.E + 2 * self.GN,) + self.widths[3:], dim=-1)
+        conv_state, h = self.init_state(B) if state is None else state
+        xbc, dt, *z = self.in_proj(u).split((self.E + 2 * self.GN,) + self.widths[3:], dim=-1)  # (B, T, E + 2GN), ...
 
-        # Convolution: causal, one kernel of length w per channel
-        if self.convolved:
-            head, rest = xbc[..., : self.convolved], xbc[..., self.convolved :]
-            head = torch.cat([window.to(head.dtype), head], dim=1)  # (B, w-1+T, convolved)
-            window = head[:, T:]
-            head = causal_conv(head, self.conv_weight, self.conv_bias)
-            xbc = torch.cat([head, rest], dim=-1) if rest.shape[-1] else head
+        # Convolution: causal, one kernel of length w for each channel
+        if self.conv_width:
+            convolved, rest = xbc[..., : self.conv_width], xbc[..., self.conv_width :]
+            convolved = torch.cat([conv_state.to(xbc.dtype), convolved], dim=1)  # (B, w-1+T, conv_width)
+            conv_state = convolved[:, T:]  # (B, w-1, conv_width)
+            convolved = causal_conv(convolved, self.conv_weight, self.conv_bias)  # (B, T, conv_width)
+            xbc = torch.cat([convolved, rest], dim=-1) if rest.shape[-1] else convolved
         if cfg.act != "none":
-            xbc = _act(cfg.act)(xbc)
-        x, b, c = xbc.split((self.E, self.GN, self.GN), dim=-1)
+            xbc = F.silu(xbc) if cfg.act == "silu" else F.relu(xbc)
+        x, b, c = xbc.split((self.E, self.GN, self.GN), dim=-1)  # (B, T, E), twice (B, T, G N)
 
         # Input selectivity: Delta_t scales what is written and, with a, how fast the state decays
         delta = F.softplus(dt.to(self.delta_bias.dtype) + self.delta_bias)  # (B, T, H)
@@ -128,23 +132,23 @@ class MambaBlock(nn.Module):
 
         # State recurrence
         if T == 1:
-            y, h = scan_step(x[:, 0], log_a[:, 0], b[:, 0], c[:, 0], h)
+            y, h = scan_step(x[:, 0], log_a[:, 0], b[:, 0], c[:, 0], h)  # (B, H, P), (B, H, P, N)
         else:
-            y, h = scan(x, log_a, b, c, None if state is None else h)
+            y, h = scan(x, log_a, b, c, None if state is None else h)  # a zero h0 would cost one more chunk
         y = y.reshape(B, T, self.E)
-        if cfg.gate:
-            y = y * _act("silu" if cfg.act == "silu" else "relu")(z[0])
+        if cfg.gate:  # Gate
+            y = y * (F.silu(z[0]) if cfg.act == "silu" else F.relu(z[0]))
         if record is not None:
             for name, value in dict(a=log_a.exp(), delta=delta, x=x, b=b, c=c, y=y).items():
                 record.setdefault(name, []).append(value)
-        return self.out_proj(y.to(u.dtype)), (window, h)
+        return self.out_proj(y.to(u.dtype)), (conv_state, h)
 
 
 def causal_conv(u, weight, bias):
-    """Depthwise convolution over time, u (B, w-1+T, C), weight (C, w) -> (B, T, C): out_t = sum_i weight_i u_{t+i} + bias.
+    """Depthwise over time: u (B, w-1+T, C), weight (C, w), bias (C,) -> (B, T, C), out_t = sum_i weight_i u_{t+i} + bias.
 
-    In float32 as a 2-d convolution of height 1: (B, T, C) in memory *is* channels-last (B, C, 1, T), so that no transpose
-    is copied, and on a CPU forward and backward take 0.4 times as long as the sum. Its float64 form is slow instead.
+    In float32 as a 2-d convolution of height 1: (B, T, C) in memory *is* channels-last (B, C, 1, T), so no transpose is
+    copied, and on a CPU forward and backward take 0.4 times as long as the sum. Its float64 form is slow instead.
     """
     if u.dtype == torch.float64:
         T = u.shape[1] - weight.shape[1] + 1
@@ -160,7 +164,7 @@ class MLP(nn.Module):
         super().__init__()
         self.fc1 = nn.Linear(d, 8 * d, bias=False)  # W_1 and W_3 in one product
         self.fc2 = nn.Linear(4 * d, d, bias=False)
-        self.act = _act("silu" if act == "silu" else "relu")
+        self.act = F.silu if act == "silu" else F.relu
 
     def forward(self, u):
         w1, w3 = self.fc1(u).chunk(2, dim=-1)
@@ -176,7 +180,8 @@ class Mamba(nn.Module):
         self.embed = nn.Linear(config.inputs, d) if config.inputs else nn.Embedding(config.vocab, d)
         self.blocks = nn.ModuleList(MambaBlock(config) for _ in range(config.layers))
         self.mlps = nn.ModuleList(MLP(d, config.act) for _ in range(config.layers * config.mlp))
-        self.norms = nn.ModuleList(nn.LayerNorm(d) for _ in range(config.norm * (config.layers * (1 + config.mlp) + 1)))
+        norm = nn.LayerNorm if config.norm else nn.Identity
+        self.norms = nn.ModuleList(norm(d) for _ in range(config.layers * (1 + config.mlp) + 1))
         self.dropout = nn.Dropout(config.dropout)
         self.head = nn.Linear(d, config.vocab, bias=False)
         if config.tie:
@@ -201,7 +206,8 @@ class Mamba(nn.Module):
         return log_probs[:, 0], state
 
     def internals(self, tokens):
-        """What the layers compute: dict of lists over layers, a and delta (B, T, H), x (B, T, H, P), b and c (B, T, G, N)."""
+        """What the layers compute, a dict of lists over layers: a and delta (B, T, H), x (B, T, H, P), b and c
+        (B, T, G, N), and y (B, T, E) after the gate."""
         record = {}
         self._run(tokens, record=record)
         return record
@@ -223,18 +229,17 @@ class Mamba(nn.Module):
     def _run(self, tokens, state=None, record=None):
         u, new_state, norms = self.embed(tokens), [], iter(self.norms)
         for i, block in enumerate(self.blocks):
-            o, s = block(next(norms)(u) if self.config.norm else u, state[i] if state else None, record)
-            u = u + self.dropout(o)
+            o, s = block(next(norms)(u), state[i] if state else None, record)
+            u = u + self.dropout(o)  # Residual
             if self.config.mlp:
-                u = u + self.dropout(self.mlps[i](next(norms)(u) if self.config.norm else u))
+                u = u + self.dropout(self.mlps[i](next(norms)(u)))  # MLP
             new_state.append(s)
-        u = next(norms)(u) if self.config.norm else u
-        return predict(self.head(u), self.config.predict), new_state
+        return predict(self.head(next(norms)(u)), self.config.predict), new_state
 
 
 @torch.no_grad()
 def _init_weights(model):
-    """All initial values, in one place; nothing rewrites them afterwards."""
+    """All initial values that are not PyTorch's own, in one place; nothing rewrites them afterwards."""
     cfg = model.config
     for block in model.blocks:
         # Mamba's own range: a = 1 and Delta from 1e-3 to 1e-1 over the heads. A single head gets the slow end, a memory
@@ -243,24 +248,25 @@ def _init_weights(model):
         block.delta_bias.copy_(delta.expm1().log())  # softplus of this is Delta
         if cfg.decay:
             block.a_log.zero_()
-        if block.convolved:
+        if block.conv_width:
             nn.init.uniform_(block.conv_weight, -(cfg.window**-0.5), cfg.window**-0.5)
             nn.init.zeros_(block.conv_bias)
     if cfg.predict == "l1":
         # Everything positive: then all scores start on one side of the kink of |l|. Squares of normals spread wide, so
         # that two tokens look different from the start, which shortens the phase of counting without context.
         for block in model.blocks:
-            for weight, mean in ((block.in_proj.weight, cfg.d**-0.5), (block.out_proj.weight, cfg.d**-0.5)):
-                weight.normal_().square_().mul_(mean)
-            if block.convolved:
+            for weight in (block.in_proj.weight, block.out_proj.weight):
+                weight.normal_().square_().mul_(cfg.d**-0.5)
+            if block.conv_width:
                 block.conv_weight.normal_(std=cfg.window**-0.5).abs_()
-            block.in_proj.weight[block.E + 2 * block.GN :][: cfg.heads].normal_(std=0.05)  # w_Delta: Delta starts constant
+            block.in_proj.weight.split(block.widths)[3].normal_(std=0.05)  # w_Delta: Delta_t starts nearly constant
         model.head.weight.normal_().square_().mul_(cfg.d**-0.5)
         model.embed.weight.normal_().square_().mul_(0.5)
 
 
 def predict(logits, kind):
-    """Scores (.., V) to log-probabilities: softmax, or p = (|l| + eps) / (sum |l| + V eps), never 0; "value": as they are.
+    """Prediction: scores l (.., V) to log-probabilities, by softmax or as p = (|l| + eps) / (sum |l| + V eps), never 0;
+    "value" returns them as they are.
 
     The gradient of |l| is taken as 1 also where l < 0 (straight-through). The true one is -1 there: a score that steps
     over zero is then pushed on, away from where it came, and such mixed signs are where training used to get stuck.
@@ -272,23 +278,19 @@ def predict(logits, kind):
     return logits.log_softmax(-1) if kind == "softmax" else logits
 
 
-def _act(name):
-    return {"relu": F.relu, "silu": F.silu}[name]
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Exact models: the same class, weights set by hand, float64.
 
 
 def _blank(**config):
-    """A MambaZero whose parameters are all zero except Delta_t = 1, and a_t = 1 if it decays at all."""
+    """A MambaZero with all parameters zero, but Delta_t = 1: the model, and in_proj's rows W_X, W_B, W_C, w_Delta as
+    views, so that writing to them sets its weights."""
     model = Mamba(MambaConfig(**PRESETS["mambazero"] | config)).double().requires_grad_(False)
     for p in model.parameters():
         p.zero_()
     block = model.blocks[0]
     block.delta_bias.fill_(math.log(math.expm1(1)))  # softplus of this is 1
-    x, b, c, dt = block.in_proj.weight.split((block.E, block.GN, block.GN, model.config.heads))
-    return model, x, b, c, dt
+    return model, *block.in_proj.weight.split(block.widths)
 
 
 def _count_successors(model, W_X, S, beta):
@@ -331,22 +333,22 @@ def laplace_switching(S, beta, p_switch):
     block.conv_weight[block.E + S :, 1] = 1
     block.a_log.fill_(math.log(1e-18))
     W_dt[0, 2 * S] = 1e22
-    model.head.weight[S] = p_switch / (1 - p_switch) * model.head.weight[:S].sum(0)  # P(switch) = p, linear in the counts
+    model.head.weight[S] = p_switch / (1 - p_switch) * model.head.weight[:S].sum(0)  # so that P(switch) = p_switch
     return model
 
 
 def laplace_any_order(S, k, beta, length=4096):
-    """Ours: add-beta on order-k chains for any S and k, exact up to `length` tokens; conv, ReLU, recurrence, no gate or MLP.
+    """Ours: add-beta on order-k chains for any S and k; convolution, ReLU and recurrence, no gate or MLP.
 
-    Binary: state N = 2^k, one channel for each context, on when all k tokens match. Any S: two heads, N = 5 S^k.
-    Raises ValueError where float64 could no longer count exactly: (S+1)^(2k) * length >= 2^53.
+    Binary: state N = 2^k, one channel for each context, on when all k tokens match; exact for every length. Any S: two
+    heads, N = 5 S^k, exact up to `length` tokens: ValueError where float64 could not count that far.
     """
     _check_construction(S, k, beta)
     if S == 2:
         return _any_order_binary(k, beta)
     if (S + 1) ** (2 * k) * length >= 2**53:
-        raise ValueError(f"(S+1)^(2k) * length = {(S + 1) ** (2 * k) * length:.2g} is beyond exact float64 integers (2^53); "
-                         f"got S={S}, k={k}, length={length}")
+        raise ValueError(f"(S+1)^(2k) * length = {(S + 1) ** (2 * k) * length:.2g} is beyond the exact integers of "
+                         f"float64, 2^53; got S={S}, k={k}, length={length}")
     C = S**k
     model, W_X, W_B, W_C, _ = _blank(vocab=S, d=2 * S, state=5 * C, expand=2, heads=2, groups=2, window=k + 1,
                                      act="relu", decay=False)
@@ -356,8 +358,8 @@ def laplace_any_order(S, k, beta, length=4096):
     for j in range(S):
         W_B[:, 2 * j] = W_C[:, 2 * j] = j + 1  # a token's digit; 0 is "before the start"
     # A context is the number v = sum_j (S+1)^j digit_{t-j}. With ramps r_m(v) = ReLU(v - m), [v = m] is the second
-    # difference r_{m-1} - 2 r_m + r_{m+1}. c_t . b_s needs [v_t = m][v_s = m] = nine products of ramps: the five
-    # positive ones go to the first head, the four negative ones to the second.
+    # difference r_{m-1} - 2 r_m + r_{m+1}. c_t . b_s needs [v_t = m][v_s = m] = nine products of ramps. After ReLU b
+    # and c are not negative, so the four products with a minus go to a second head, which W_o subtracts.
     second = {-1: 1, 0: -2, 1: 1}
     pairs = [(p, q, second[p] * second[q]) for p in second for q in second]
     digits = torch.cartesian_prod(*[torch.arange(1, S + 1)] * k).view(C, k).double()
@@ -391,14 +393,17 @@ def _any_order_binary(k, beta):
 def laplace_binary_2d(beta, eps):
     """Theorem 4: add-beta on binary order-1 chains within KL <= eps, with d = N = 2 only, e = 1, w = 2.
 
-    The counts n_01 and n_10 differ by at most 1, which a mixture of the previous and the current token exploits.
+    The counts n_01 and n_10 differ by at most 1, which a mixture of the previous and the current token exploits. With
+    cross = alpha_0 gamma_1 + alpha_1 gamma_0 and alpha orthogonal to gamma, reading at token j finds
+        h_jj = cross n_jj + alpha_1 gamma_1,   h_ij = cross n_ji + alpha_0 gamma_1 [x_1 = i]   (i the other token)
+    and the residual adds the embedding, which completes both to cross (n + beta), but for the term of x_1.
     """
     _check_construction(2, 1, beta)
     if not 0 < eps < math.inf:
         raise ValueError(f"eps must be a positive number, got {eps}")
     model, W_X, W_B, W_C, _ = _blank(vocab=2, d=2, state=2, expand=1, window=2, decay=False)
     alpha = (math.sqrt(beta * eps / (1 + beta * eps)), 1.0)  # (previous, current) taps of x, and of b:
-    gamma = (1.0, -alpha[0])  # orthogonal to alpha, so that a repeated token writes nothing off its diagonal
+    gamma = (1.0, -alpha[0])
     cross = alpha[0] * gamma[1] + alpha[1] * gamma[0]
     same, other = cross * beta - alpha[1] * gamma[1], cross * beta - alpha[0] * gamma[1]
     e = torch.tensor([[same, other], [other, same]], dtype=torch.float64)

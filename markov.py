@@ -4,9 +4,9 @@ Random Markov chains: the data of "From Markov to Laplace".
 Every sequence is drawn from its own random kernel, so a model that reads it can only predict well by
 estimating that kernel from what it has seen so far: in-context learning with a known optimum (laplace.py).
 
-    P[c] ~ Dirichlet(beta * 1)          one row per context c, independent      # Kernel
-    x_1, ..., x_k ~ Uniform             the first k tokens                      # Start
-    x_{t+1} ~ P[x_{t-k+1}, ..., x_t]    every later token                       # Order-k chain
+    P[c] ~ Dirichlet(beta * 1)          one row for each context c, independent     # Kernel
+    x_1, ..., x_k ~ Uniform             the first k tokens                          # Order-k chain
+    x_{t+1} ~ P[x_{t-k+1}, ..., x_t]    every later token                           # Order-k chain
 
 Glossary (code: paper, Section 2):
     B: sequences            T: tokens in each         S: alphabet size (X)      k: order
@@ -15,8 +15,8 @@ Glossary (code: paper, Section 2):
     beta: concentration     small = nearly deterministic rows, 1 = uniform on the simplex, large = fair dice
 
 Run me:     python markov.py
-Change me:  another prior is another `sample_kernel`; another process is another way to fill `row` and
-            `free` before `_walk`, as `sample_switching` does.
+Change me:  another prior is another `sample_kernel`; another process is another way to say, for every
+            token, which kernel rules it and whether it is free of it: see `sample_switching`.
 """
 
 import math
@@ -48,8 +48,8 @@ def log_gamma_variates(alpha, shape, generator=None, device="cpu"):
 def sample_kernel(B, S, k, beta=1.0, generator=None, device="cpu", low=0.0, high=1.0):
     """B random kernels P (B, S**k, S): rows i.i.d. Dirichlet(beta), each summing to 1. PAPER: Section 2.
 
-    beta: 1e-3 to 1e3. low, high: the binary hold-out prior (Table 2), P(1 | context) ~ U[low, high], with S = 2 and
-    beta = 1 only. Raises ValueError for sizes or ranges outside these.
+    beta is tested from 1e-3 to 1e3. low, high: P(1 | context) ~ U[low, high] instead, for S = 2 and beta = 1 (Table 2
+    trains on [0, 1/2] and tests on [1/2, 1]). Raises ValueError for B < 1, S < 2, k < 0, beta <= 0 or another interval.
     """
     if B < 1 or S < 2 or k < 0:
         raise ValueError(f"need B >= 1, S >= 2, k >= 0; got B={B}, S={S}, k={k}")
@@ -58,7 +58,7 @@ def sample_kernel(B, S, k, beta=1.0, generator=None, device="cpu", low=0.0, high
     _check_generator(generator, device)
     if (low, high) == (0.0, 1.0):
         logs = log_gamma_variates(beta, (B, S**k, S), generator, device)
-        return logs.softmax(-1)  # normalised gamma variates are a Dirichlet draw
+        return logs.softmax(-1)  # Kernel: normalised gamma variates are a Dirichlet draw
     if S != 2 or beta != 1 or not 0 <= low < high <= 1:
         raise ValueError(f"a prior on [low, high] needs S=2, beta=1, 0 <= low < high <= 1; "
                          f"got S={S}, beta={beta}, low={low}, high={high}")
@@ -72,13 +72,12 @@ def sample_chain(P, T, generator=None):
     All T tokens are sampled: the first k uniformly (there is no stationary start), the others from P.
     Raises ValueError if P has no such shape or lives on another device than the generator.
     """
-    k = _order(P)
-    B, S = len(P), P.shape[-1]
+    B, k = len(P), order_of(P)
     _check_generator(generator, P.device)
-    u = torch.rand(T, B, generator=generator, device=P.device)
-    row = torch.arange(B, device=P.device).expand(T, B)
+    u = torch.rand(T, B, generator=generator, device=P.device)  # (T, B): time first, a step of the walk is contiguous
+    kernel = torch.arange(B, device=P.device).expand(T, B)
     free = (torch.arange(T, device=P.device) < k)[:, None]  # (T, 1)
-    return _walk(P, row, free, u)
+    return _walk(P, kernel, free, u)
 
 
 def sample_switching(B, T, S, k, beta=1.0, p_switch=0.01, generator=None, device="cpu"):
@@ -91,20 +90,20 @@ def sample_switching(B, T, S, k, beta=1.0, p_switch=0.01, generator=None, device
         raise ValueError(f"p_switch must be in [0, 1), got {p_switch}")
     _check_generator(generator, device)
     switch = torch.rand(T, B, generator=generator, device=device) < p_switch
-    # Rows of one flat list of kernels: sequence b starts at its own and moves on by one at each switch.
-    step = switch.long()
-    step[0] += 1  # a new sequence is a new kernel too
-    row = step.T.reshape(-1).cumsum(0).view(B, T).T - 1  # (T, B)
-    P = sample_kernel(int(row.max()) + 1, S, k, beta, generator, device)
-    t = torch.arange(T, device=device)[:, None]
-    last = torch.where(switch, t, -1).cummax(0).values
+    # Which of one long list of kernels rules each token: the next one at every switch and every new sequence.
+    moves = switch.long()  # (T, B)
+    moves[0] += 1
+    kernel = moves.T.reshape(-1).cumsum(0).view(B, T).T - 1  # (T, B)
+    P = sample_kernel(int(kernel.max()) + 1, S, k, beta, generator, device)
+    t = torch.arange(T, device=device)[:, None]  # (T, 1)
+    last = torch.where(switch, t, -1).cummax(0).values  # (T, B) when the last switch was
     u = torch.rand(T, B, generator=generator, device=device)
-    x = _walk(P, row, t - last <= k, u)
-    return x.masked_fill_(switch.T, S)
+    x = _walk(P, kernel, t - last <= k, u)  # (B, T)
+    return x.masked_fill_(switch.T, S)  # Switching process
 
 
-def _walk(P, row, free, u):
-    """x (B, T): token t of sequence b is uniform where free (T, B or 1), else from kernel row[t, b] given its last k.
+def _walk(P, kernel, free, u):
+    """x (B, T): token t of sequence b is uniform where free (T, B or 1), else from P[kernel[t, b]] given the last k.
 
     Inverse of the cumulative distribution at u (T, B): the token is the number of edges at or below u. Kernels and
     contexts are one flat table, so a step is one gather for the whole batch.
@@ -112,19 +111,19 @@ def _walk(P, row, free, u):
     (R, C, S), (T, B) = P.shape, u.shape
     edges = P.cumsum(-1)
     edges = (edges / edges[..., -1:])[..., :-1].reshape(R * C, S - 1)  # a symbol of probability 0 is an empty interval
-    base = row * C
+    base = kernel * C  # (T, B)
     x = (u * S).long()  # (T, B) uniform draws, replaced where the chain decides
-    c = torch.zeros(B, dtype=torch.long, device=P.device)
+    c = torch.zeros(B, dtype=torch.long, device=P.device)  # context index of each sequence
     for t, all_free in enumerate(free.all(1).tolist()):
         if not all_free:
-            chained = (u[t, :, None] >= edges[base[t] + c]).sum(-1)
+            chained = (u[t, :, None] >= edges[base[t] + c]).sum(-1)  # Order-k chain
             x[t] = torch.where(free[t], x[t], chained)
         c = (c * S + x[t]) % C  # shift the newest token in, the oldest out
     return x.T.contiguous()
 
 
 def context_index(x, S, k):
-    """Index (B, T) int64 of the length-k context that ends at each position of x (B, T), newest token least significant.
+    """Index (B, T) int64 of the length-k context ending at each position of x (B, T); newest token least significant.
 
     -1 where there is no such context: before k tokens, or where the last k include a switch (a symbol >= S).
     Raises ValueError for negative tokens, or if S**k does not fit an int64.
@@ -139,11 +138,11 @@ def context_index(x, S, k):
     for j in range(min(k, T)):
         index[:, j:] += x[:, : T - j] * S**j  # the token j steps back
         ordinary[:, j:] &= x[:, : T - j] < S
-    ordinary[:, : k - 1] = k == 0
+    ordinary[:, : max(k - 1, 0)] = False
     return index.masked_fill(~ordinary, -1)
 
 
-def _order(P):
+def order_of(P):
     """The order k of a kernel tensor, from its number of contexts S**k."""
     S = P.shape[-1] if P.dim() == 3 else 0
     k = round(math.log(P.shape[1], S)) if S >= 2 and P.shape[1] else -1
@@ -161,14 +160,14 @@ if __name__ == "__main__":
     g = torch.Generator().manual_seed(0)
     print("Two kernels of order 1 on two symbols, a row of P for each context, and a chain from each:")
     P = sample_kernel(2, S=2, k=1, generator=g)
-    for kernel, x in zip(P, sample_chain(P, T=40, generator=g)):
+    for rows, x in zip(P, sample_chain(P, T=200, generator=g)):
         print("\n   next:   0     1")
-        for c, row in enumerate(kernel):
-            print(f"  after {c}: {row[0]:.2f}  {row[1]:.2f}")
-        print("  chain:  ", " ".join(map(str, x.tolist())))
+        for c, p in enumerate(rows):
+            print(f"  after {c}: {p[0]:.2f}  {p[1]:.2f}")
+        print("  chain:  ", " ".join(map(str, x[:40].tolist())), "...")
         after = x[:-1] == 0
         print(f"  seen:    after 0 came 1 in {x[1:][after].float().mean():.2f} of {int(after.sum())} cases,"
-              f" the kernel says {kernel[0, 1]:.2f}")
+              f" the kernel says {rows[0, 1]:.2f}")
     x = sample_switching(1, 40, S=2, k=1, p_switch=0.1, generator=g)[0]
     print("\nSwitching process (| = a new kernel):\n  ", "".join("01|"[j] for j in x))
     print("\nSmall beta means nearly deterministic rows, large beta fair coins. P(1 | context), four rows each:")

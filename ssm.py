@@ -14,7 +14,7 @@ T/Q steps, so they are solved by the same trick one level up.
 
 Glossary (code: paper, Section 2)
     x      (B, T, H, P)   x~_t, the input, already times Delta_t      B batch, T length, H heads, P head width
-    log_a  (B, T, H)      log a_t = -a Delta_t <= 0; -inf is a hard reset
+    log_a  (B, T, H)      log a_t = -a Delta_t <= 0, the log of the decay; -inf is a hard reset
     b, c   (B, T, G, N)   b_t, c_t: what to write, what to read       N state width, G groups: head h reads h // (H//G)
     h      (B, H, P, N)   H_t, the state; h0 is the state before the first token, zero if not given
     y      (B, T, H, P)   y_t
@@ -32,13 +32,12 @@ import torch.nn.functional as F
 
 
 def scan_sequential(x, log_a, b, c, h0=None):
-    """The recurrence as it is written, one step a token: the oracle of the others. Returns y and the final state h."""
-    h, dtype = h0, x.dtype
-    ys = []
+    """The recurrence as it is written, one step a token: the reference for the others. Returns y, the final h."""
+    ys, h = [], h0
     for t in range(x.shape[1]):
         y, h = scan_step(x[:, t], log_a[:, t], b[:, t], c[:, t], h)
         ys.append(y)
-    return torch.stack(ys, 1).to(dtype), h
+    return torch.stack(ys, 1), h
 
 
 def scan_step(x, log_a, b, c, h=None):
@@ -78,7 +77,7 @@ def scan_inside(x, log_a, b, c, h0=None):
 
     x (B, G, R, K, Q, P), log_a (B, G, R, K, Q), b and c (B, G, 1, K, Q, N), h0 (B, G, R, P, N) -> y like x, h like h0.
     """
-    L, from_start, total = _decays(log_a)  # (.., Q, Q), (.., Q), (..)
+    L, from_start, log_total = _decays(log_a)  # (.., Q, Q), (.., Q), (..)
 
     # 1. Inside a chunk: y_i = sum_{j<=i} L_ij (c_i . b_j) x_j
     y = (L * (c @ b.mT)) @ x  # (B, G, R, K, Q, P)
@@ -87,9 +86,9 @@ def scan_inside(x, log_a, b, c, h0=None):
     # 3. The state that enters each chunk: the same recurrence, with a chunk for a step
     if h0 is not None:  # as one more chunk in front
         added = torch.cat([h0[:, :, :, None], added], dim=3)
-        total = F.pad(total, (1, 0))
-    h = _carry(added.flatten(-2), total).view_as(added)
-    final = total[..., -1, None, None].exp() * h[..., -1, :, :] + added[..., -1, :, :]  # (B, G, R, P, N)
+        log_total = F.pad(log_total, (1, 0))
+    h = _carry(added.flatten(-2), log_total).view_as(added)
+    final = log_total[..., -1, None, None].exp() * h[..., -1, :, :] + added[..., -1, :, :]  # (B, G, R, P, N)
     h = h if h0 is None else h[..., 1:, :, :]
     # 4. Its part of the output: y_i += a_1 ... a_i h c_i
     y = y + from_start[..., None] * (c @ h.mT)
@@ -103,7 +102,7 @@ def _cut(v, G, Q):
 
 
 def _decays(log_a):
-    """Decay inside chunks, from log_a (..., Q): L (..., Q, Q), from_start (..., Q) = a_1 ... a_i, total (...) its last log.
+    """From log_a (..., Q): L (..., Q, Q), from_start (..., Q) = a_1 ... a_i, and log_total (...) = log (a_1 ... a_Q).
 
     L_ij = exp(sum of log_a over j+1..i), 0 above the diagonal: the mask comes before exp, since masking inf afterwards
     turns gradients into NaN. The sum is a difference of cumulative sums, which would lose decays of 1e-3 behind a reset
@@ -117,31 +116,31 @@ def _decays(log_a):
     Q = log_a.shape[-1]
     above = torch.full((Q, Q), -math.inf, dtype=log_a.dtype, device=log_a.device).triu(1)
     L = ((coarse[..., :, None] - coarse[..., None, :]) + (fine[..., :, None] - fine[..., None, :]) + above).exp()
-    total = coarse + fine
-    return L, total.exp(), total[..., -1]
+    log_from_start = coarse + fine
+    return L, log_from_start.exp(), log_from_start[..., -1]
 
 
 def _carry(added, log_a, leaf=16):
     """State (..., K, F) before each of K steps of h_k = a_k h_{k-1} + added_k, h = 0 at first; added (..., K, F).
 
     Up to `leaf` steps are one product with the decay matrix. More are cut into groups of `leaf`, and the states between
-    the groups are the same problem again, `leaf` times shorter: K log K work, and no loop over K.
+    the groups are the same problem again, `leaf` times shorter: linear work in log K levels, and no loop over K.
     """
     K = added.shape[-2]
     if K > leaf:
         added = F.pad(added, (0, 0, 0, -K % leaf)).unflatten(-2, (-1, leaf))
         log_a = F.pad(log_a, (0, -K % leaf)).unflatten(-1, (-1, leaf))
-    L, from_start, total = _decays(log_a)
+    L, from_start, log_total = _decays(log_a)
     h = F.pad(L[..., :-1, :], (0, 0, 1, 0)) @ added  # one row down: the state before a step, not after
     if K > leaf:
-        group = _carry((L[..., -1:, :] @ added).squeeze(-2), total, leaf)  # state before each group
+        group = _carry((L[..., -1:, :] @ added).squeeze(-2), log_total, leaf)  # state before each group
         h = h + F.pad(from_start[..., :-1], (1, 0), value=1.0)[..., None] * group[..., None, :]
         h = h.flatten(-3, -2)[..., :K, :]
     return h
 
 
 def _chunk_length(P, N, device):
-    """A power of two near the point where the Q x Q work inside chunks costs what the P x N states between them cost."""
+    """A power of two near where the Q x Q work inside chunks costs what the P x N states between them cost."""
     if device == "cuda":
         return 64  # large enough for the tensor cores
     return max(16, 2 ** int(math.log2(P * N) / 2))
@@ -156,13 +155,13 @@ def _check(x, log_a, b, c, h0):
     B, T, H, P = x.shape
     G, N = b.shape[2:]
     if T == 0 or H % G or log_a.shape != (B, T, H) or b.shape != (B, T, G, N) or c.shape != b.shape:
-        raise ValueError(f"need x (B, T, H, P), log_a (B, T, H), b and c (B, T, G, N) with T >= 1 and H a multiple of G; "
+        raise ValueError(f"need x (B, T, H, P), log_a (B, T, H), b and c (B, T, G, N), T >= 1, H a multiple of G; "
                          f"got {tuple(x.shape)}, {tuple(log_a.shape)}, {tuple(b.shape)}, {tuple(c.shape)}")
     if h0 is not None and h0.shape != (B, H, P, N):
         raise ValueError(f"h0 must be {(B, H, P, N)}, got {tuple(h0.shape)}")
 
 
-_compiled = None  # scan_inside after torch.compile, made at the first call on a GPU; scan_inside itself once that failed
+_compiled = None  # scan_inside through torch.compile, made at the first call on a GPU; or itself, once that failed
 
 
 def scan(x, log_a, b, c, h0=None):
@@ -170,6 +169,7 @@ def scan(x, log_a, b, c, h0=None):
     global _compiled
     if x.device.type != "cuda" or torch.compiler.is_compiling():
         return scan_chunked(x, log_a, b, c, h0)
+    _check(x, log_a, b, c, h0)
     _compiled = _compiled or torch.compile(scan_inside, fullgraph=True, dynamic=True)
     try:  # compilation is lazy: what fails, fails at the first call, not where torch.compile wraps
         return scan_chunked(x, log_a, b, c, h0, inside=_compiled)
@@ -189,7 +189,8 @@ if __name__ == "__main__":
     x, log_a = torch.randn(B, T, H, P).double(), -torch.rand(B, T, H).double()
     b, c = torch.randn(B, T, G, N).double(), torch.randn(B, T, G, N).double()
     log_a[:, 500] = -math.inf  # a hard reset
-    print(f"{B} sequences of {T} tokens, {H} heads of {P}, state {N}, a reset in the middle (float64, largest difference):")
+    print(f"{B} sequences of {T} tokens, {H} heads of {P}, state {N}, a hard reset in the middle (float64):\n")
+    print(f"{'':36s}     time   largest difference to the definition")
 
     def report(name, f):
         f()
@@ -203,17 +204,9 @@ if __name__ == "__main__":
     for chunk in (None, 1, 7, 64, 1000):
         report(f"chunked, chunk={chunk}", lambda: scan_chunked(x, log_a, b, c, chunk=chunk))
 
-    def steps():
-        ys, h = [], None
-        for t in range(T):
-            y, h = scan_step(x[:, t], log_a[:, t], b[:, t], c[:, t], h)
-            ys.append(y)
-        return torch.stack(ys, 1), h
-
     def pieces():
         y1, h = scan_chunked(x[:, :300], log_a[:, :300], b[:, :300], c[:, :300])
         y2, h = scan_chunked(x[:, 300:], log_a[:, 300:], b[:, 300:], c[:, 300:], h)
         return torch.cat([y1, y2], 1), h
 
-    report("step by step, state carried", steps)
     report("in two pieces, state carried", pieces)

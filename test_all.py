@@ -10,21 +10,16 @@ import itertools
 import json
 import math
 import os
-import shutil
-import signal
 import subprocess
 import sys
 import types
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-import laplace
 import mambazero
-import markov
 import ssm
 import train
 from laplace import add_beta, add_beta_loop, bayes_loss, oracle_loss
@@ -34,7 +29,6 @@ from ssm import scan, scan_chunked, scan_sequential, scan_step
 
 HERE = Path(__file__).parent
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
 
 
 def generator(seed=0):
@@ -135,7 +129,7 @@ def test_switching_process():
     x = sample_switching(400, 500, S=3, k=2, beta=0.05, p_switch=0.02, generator=generator())
     assert x.min() == 0 and x.max() == 3
     rate = (x == 3).double()
-    assert abs(rate.mean() - 0.02) < 0.002 and abs(rate[:, 0].mean() - 0.02) < 0.03
+    assert abs(rate.mean() - 0.02) < 0.002 and 0 < rate[:, 0].sum() < 24  # also at the very first position
     c = context_index(x, 3, 2)
     free = x[:, 1:][(c[:, :-1] < 0) & (x[:, 1:] < 3)]
     assert (F.one_hot(free, 3).double().mean(0) - 1 / 3).abs().max() < 0.02  # uniform until k tokens are seen
@@ -331,8 +325,8 @@ def test_small_decays_survive_a_reset(reset, chunk):
     exact = -torch.expm1(-0.001 * (t - 2)) / -math.expm1(-0.001)
     assert abs(exact[-1] - 59.2063535) < 1e-6
     assert (y.flatten()[3:].double() / exact - 1).abs().max() < 1e-5 and abs(h.item() / exact[-1] - 1) < 1e-5
-    y, h = scan_chunked(*unit(640, {None: -1e-3, 3: reset, 500: reset}), chunk=chunk)  # across chunks, too
-    z, g = scan_sequential(*unit(640, {None: -1e-3, 3: reset, 500: reset}, torch.float64))
+    y, _ = scan_chunked(*unit(640, {None: -1e-3, 3: reset, 500: reset}), chunk=chunk)  # across chunks, too
+    z, _ = scan_sequential(*unit(640, {None: -1e-3, 3: reset, 500: reset}, torch.float64))
     assert (y / z - 1).abs().max() < 1e-5
 
 
@@ -432,7 +426,7 @@ def test_scan_rejects_shapes_that_do_not_fit():
 
 
 def test_deterministic_mode():
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     try:
         inputs = [v.requires_grad_() for v in random_inputs(dtype=torch.float32)]
         scan(*inputs)[0].sum().backward()
@@ -441,7 +435,6 @@ def test_deterministic_mode():
     assert inputs[0].grad.isfinite().all()
 
 
-@compiler
 def test_compiled_scan_handles_other_lengths_without_recompiling():
     torch._dynamo.reset()
     graphs = []
@@ -458,7 +451,6 @@ def test_compiled_scan_handles_other_lengths_without_recompiling():
     assert max(len(graph.graph.nodes) for graph in graphs) < 200  # no loop over T unrolled
 
 
-@compiler
 def test_failing_compilation_falls_back_once(monkeypatch):
     calls = []
 
@@ -468,7 +460,7 @@ def test_failing_compilation_falls_back_once(monkeypatch):
 
     monkeypatch.setattr(ssm, "_compiled", broken)
     inputs = random_inputs(dtype=torch.float32)
-    monkeypatch.setattr(ssm.torch.compiler, "is_compiling", lambda: False)
+    monkeypatch.setattr(ssm, "_check", lambda *a: None)
     fake = types.SimpleNamespace(device=types.SimpleNamespace(type="cuda"))
     monkeypatch.setattr(ssm, "scan_chunked", lambda *a, inside=None: inside(*a) if inside else scan_chunked(*inputs))
     with pytest.warns(UserWarning, match="no compiler here"):
@@ -618,11 +610,10 @@ def test_parameter_shapes_of_the_paper():
 
 
 def test_initial_decay_survives_building_the_model():
-    for _ in range(2):
-        for preset in PRESETS.values():
-            block = Mamba(MambaConfig(**preset, heads=4)).blocks[0]
-            assert torch.allclose(F.softplus(block.delta_bias), torch.logspace(-3, -1, 4), rtol=1e-4)
-            assert torch.equal(block.a_log.exp(), torch.ones(4)) and not block.conv_bias.any()
+    for preset in PRESETS.values():
+        block = Mamba(MambaConfig(**preset, heads=4)).blocks[0]
+        assert torch.allclose(F.softplus(block.delta_bias), torch.logspace(-3, -1, 4), rtol=1e-4)
+        assert torch.equal(block.a_log.exp(), torch.ones(4)) and not block.conv_bias.any()
     assert all((p >= 0).all() for n, p in Mamba(MambaConfig(**PRESETS["mambazero"])).named_parameters()
                if n.endswith("weight") and "in_proj" not in n)
 
@@ -911,8 +902,8 @@ def test_eval_only_evaluates(capsys):
     capsys.readouterr()
     assert run("--eval", "--out", "a")["gap"] == pytest.approx(metrics["gap"], abs=1e-6)
     assert capsys.readouterr().out.splitlines()[-1].startswith("done")
-    longer = run("--eval", "--out", "a", "--length", "40")
-    assert longer["bayes"] != metrics["bayes"]
+    for other in (["--length", "40"], ["--prior", "0.5", "1"], ["--order", "3"]):
+        assert run("--eval", "--out", "a", *other)["bayes"] != metrics["bayes"]
     assert before == {p.name: p.read_bytes() for p in Path("a").iterdir()}
 
 
@@ -980,7 +971,7 @@ BAD = """--order 0 | --order -1 | --order 1.5 | --states 1 | --beta 0 | --beta n
 --window 0 | --layers 0 | --heads 0 | --heads 5 | --heads 4 --groups 3 | --conv abc | --act gelu | --predict l2 | --dropout 1 | --d 0
 --state -4 | --model gpt7 | --data nothing | --device tpu | --dtype int8 | --dtype float16 | --bogus 1 | --ord 2 | --order 60
 --states 1000000 --order 3 | --batch 1000000000000 | --length 100000000000 | --d 1000000 | --resume | --eval | --resume --eval --out x
---resume --out nowhere | --eval --out nowhere | --order | stray""".replace("\n", " | ").split(" | ")
+--predict value | --resume --out nowhere | --eval --out nowhere | --order | stray""".replace("\n", " | ").split(" | ")
 
 
 @pytest.mark.parametrize("command", BAD)
@@ -998,6 +989,7 @@ def test_runs_are_not_overwritten_or_changed(capsys):
     before = {p.name: p.read_bytes() for p in Path("a").iterdir()}
     for command in (["--out", "a"], ["--resume", "--out", "a"], ["--resume", "--out", "a", "--steps", "20", "--lr", "1"],
                     ["--resume", "--out", "a", "--steps", "20", "--order", "2"], ["--eval", "--out", "a", "--d", "8"],
+                    ["--eval", "--out", "a", "--states", "3"],
                     ["--resume", "--out", "a", "--steps", "20", "--gate"], ["--out", "a/model.pt"]):
         with pytest.raises(SystemExit) as stop:
             run(*command)
@@ -1039,7 +1031,6 @@ def test_compile_without_a_compiler_trains_eagerly(tmp_path):
     assert same(weights("eager"), weights("compiled"))
 
 
-@compiler
 def test_checkpoints_of_compiled_runs_are_plain(monkeypatch):
     monkeypatch.setattr(train.torch, "compile", lambda m: torch._dynamo.OptimizedModule(m, torch._dynamo.optimize("eager")))
     torch._dynamo.reset()
@@ -1092,7 +1083,10 @@ def readme_commands():
 
 @pytest.mark.parametrize("command", [c for c in readme_commands() if c[0] == "train.py"], ids=" ".join)
 def test_readme_training_commands(command):
-    if "--resume" in command or "--eval" in command:
+    if "--help" in command:
+        with pytest.raises(SystemExit, match="0"):
+            run(*command[1:])
+    elif "--resume" in command or "--eval" in command:
         run(*TINY, "--out", command[command.index("--out") + 1])
         run(*command[1:], *(["--steps", "12"] if "--resume" in command else []))
     else:

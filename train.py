@@ -2,19 +2,22 @@
 The one driver: data, model, loop, evaluation, checkpoint, log.
 
 A run is three choices, all visible below: DATA (what is predicted, and what the best predictor loses on the very same
-tokens), MODELS (presets; every field of the model's dataclass is a flag), and the loop in `train`.
+tokens), MODELS (presets, whose fields are flags), and the loop in `train`.
 
-    loss = mean of -log P_model(x_{t+1} | x_1..x_t)                  # Cross-entropy, nats
-    gap  = loss - bayes, bayes = loss of add-beta on the same tokens # 0 = the model is the optimal estimator
+    loss = mean of -log P_model(x_{t+1} | x_1..x_t), in nats             # Cross-entropy
+    gap  = loss - bayes, bayes = loss of add-beta on the same tokens     # Gap: 0 = the optimal estimator
 
-What a run leaves in --out: config.json, log.jsonl (one line each evaluation), model.pt (weights, optimizer, step; written
-under another name and renamed, so that the last good one is never lost).
+Glossary:
+    batch: B sequences a micro-batch    accumulate: micro-batches an update    length: T    states: S    order: k
+    switch: p_switch    prior: LOW HIGH, a narrower prior for binary kernels; bayes stays add-1, then not the optimum,
+    so that the gap may be negative. Table 2 is a run with --prior 0 0.5 and then --eval with --prior 0.5 1.
 
-Every random stream is a function of (--seed, its name, its index), never of what was drawn before: evaluating more often
-changes nothing, and a resumed run sees the same batches.
+A run leaves config.json, log.jsonl (a line each evaluation) and model.pt (weights, optimizer, step) in its folder.
+Every random stream is a function of (--seed, its name, its index), never of what was drawn before: evaluating more
+often changes nothing, and a resumed run sees the same batches.
 
 Run me:     python train.py --model mambazero --order 1
-Change me:  new data is a class with fields, batch, loss, evaluate, report and one line in DATA; a new model one in MODELS.
+Change me:  new data is a class with the five members of MarkovData and a line in DATA; a new model is a line in MODELS.
 """
 
 import argparse
@@ -53,13 +56,13 @@ class MarkovData:
         self.args, self.device = args, device
         S, k = args.states, args.order
         self.vocab = S + (args.switch > 0)
-        # Bytes of one training batch and of the held-out chains, each with its kernel; a pool takes up to 256 MiB.
-        row = 4 * S**k * S + 24 * (args.length + 1)
-        if row * max(args.batch, self.held_out) > 2**33:
+        # Bytes of one chain while it is drawn: its kernel, three times its tokens. A pool may take 256 MiB.
+        chain = 4 * S**k * S + 24 * (args.length + 1)
+        if chain * max(args.batch, self.held_out) > 2**33:
             raise ValueError(f"chains of length {args.length} with S^k = {S}^{k} contexts do not fit in memory; "
                              f"lower --order, --states, --length or --batch")
-        self.pool_batches = max(1, min(self.pool, 2**28 // row) // args.batch)
-        # A state channel for each context can do; with four times as many, training finds them all.
+        self.pool_batches = max(1, min(self.pool, 2**28 // chain) // args.batch)
+        # A state channel for each context can represent the optimum; with four times as many, training finds it.
         self.fields = dict(vocab=self.vocab, window=k + 1, d=max(16 if k == 1 else 32, 2 * S**k),
                            state=max(16 if k == 1 else 32, 4 * S**k))
         self.drawn, self.chains = None, None  # number of the pool at hand, and its chains
@@ -93,8 +96,8 @@ class MarkovData:
 
     def evaluate(self, model):
         """val, bayes and gap = val - bayes on the held-out chains."""
-        chunks = self.test.split(max(1, 2**17 // self.args.length))
-        val = sum(self.loss(model, x).double().item() * len(x) for x in chunks) / len(self.test)
+        chunks = self.test.split(max(1, 2**17 // self.args.length))  # no more memory than training
+        val = sum(self.loss(model, x).item() * len(x) for x in chunks) / len(self.test)
         return dict(val=val, bayes=self.bayes, gap=val - self.bayes)
 
     def report(self, model):
@@ -112,26 +115,28 @@ MODELS = {name: (mambazero.Mamba, mambazero.MambaConfig, preset) for name, prese
 
 
 def train(args, data, model, optimizer, start, out, device):
-    """The loop: exactly args.steps updates, evaluated at 0, every --eval-every and at the end. Returns the last metrics."""
-    amp = torch.autocast(device.type, dtype=getattr(torch, args.dtype), enabled=args.dtype != "float32")
+    """The loop: exactly args.steps updates, evaluated at 0, every --eval-every and at the end. Returns the last."""
+    amp = autocast(args, device)
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "float16")
-    params = [p for p in model.parameters() if p.requires_grad]
+    params = list(model.parameters())
     forward = compiled(model, data, amp) if args.compile else model
     losses, metrics, clock = [], None, time.perf_counter()
     bar = tqdm(total=args.steps, initial=start, disable=None, leave=False)  # None: only on a terminal
 
     for step in range(start, args.steps + 1):
-        if (step % args.eval_every == 0 or step == args.steps) and not 0 < step == start:  # a resumed run has logged that
-            ms = 1e3 * (time.perf_counter() - clock) / max(1, len(losses))
-            if not losses:
+        due = step % args.eval_every == 0 or step == args.steps
+        if due and (step > start or step == 0):  # a resumed run has logged the step it starts from
+            if not losses:  # step 0: no update yet, show the first batch
                 with torch.no_grad(), amp:
                     losses = [data.loss(forward, data.batch(step * args.accumulate))]
             history = torch.stack(losses).double().cpu()
+            ms = 1e3 * (time.perf_counter() - clock) / len(losses)
             if not history.isfinite().all():
                 bad = step - len(losses) + 1 + int((~history.isfinite()).nonzero()[0])
-                raise SystemExit(f"train.py: the loss is not finite at step {bad}; the last good checkpoint is in {out}. "
-                                 f"A lower --lr usually helps.")
-            metrics = dict(step=step, train=history.mean().item(), **evaluate(forward, data, amp), ms_per_step=round(ms, 2))
+                raise SystemExit(f"train.py: the loss is not finite at step {bad}; a lower --lr may help; "
+                                 f"the last good checkpoint is in {out}")
+            metrics = dict(step=step, train=history.mean().item(), **evaluate(forward, data, amp))
+            metrics["ms_per_step"] = round(ms, 2)
             log(out, metrics)
             save(out, model, optimizer, step)
             bar.write(line(metrics, args.steps), file=sys.stdout)
@@ -160,9 +165,14 @@ def train(args, data, model, optimizer, start, out, device):
     return metrics
 
 
+def autocast(args, device):
+    """Mixed precision of --dtype; weights, decays, states and the loss stay float32."""
+    return torch.autocast(device.type, dtype=getattr(torch, args.dtype), enabled=args.dtype != "float32")
+
+
 @torch.no_grad()
 def evaluate(model, data, amp):
-    """data.evaluate in eval mode; the mode before is restored."""
+    """data.evaluate in eval mode, then back to training mode."""
     model.eval()
     with amp:
         metrics = data.evaluate(model)
@@ -179,15 +189,15 @@ def learning_rate(step, args):
 
 
 def make_optimizer(model, args):
-    """AdamW; matrices decay, biases and the decay rates (a_log, delta_bias) do not: 0 means nothing special for them."""
-    params = [p for p in model.parameters() if p.requires_grad]
+    """AdamW with weight decay on matrices only: 0 means nothing special for biases, a_log and delta_bias."""
+    params = list(model.parameters())
     groups = [dict(params=[p for p in params if p.dim() >= 2], weight_decay=args.weight_decay),
               dict(params=[p for p in params if p.dim() < 2], weight_decay=0.0)]
     return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
 
 
 def compiled(model, data, amp):
-    """The model through torch.compile, or itself after one warning: what fails, fails at the first forward and backward."""
+    """The model through torch.compile, or itself after one warning: what fails, fails at the first call, made here."""
     try:
         forward = torch.compile(model)
         with amp:
@@ -196,7 +206,8 @@ def compiled(model, data, amp):
         return forward
     except Exception as error:
         model.zero_grad(set_to_none=True)
-        print(f"warning: torch.compile failed, training runs eagerly: {str(error).strip().splitlines()[0]}", file=sys.stderr)
+        reason = str(error).strip().splitlines()[0]
+        print(f"warning: torch.compile failed, training runs eagerly: {reason}", file=sys.stderr)
         return model
 
 
@@ -253,8 +264,8 @@ class Parser(argparse.ArgumentParser):
 
 def make_parser():
     """All flags: the run's own, then one for each field of the models' dataclasses, its comment being the help."""
-    p = Parser(description="Train a model to predict in context, and measure its gap to the optimum.", allow_abbrev=False,
-               formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p = Parser(description="Train a model to predict in context, and measure its gap to the optimum.",
+               allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     g = p.add_argument_group("what to train on")
     g.add_argument("--data", choices=DATA, default="markov", help="the task")
     g.add_argument("--order", type=int, default=1, help="k, tokens of context that decide the next one")
@@ -280,8 +291,9 @@ def make_parser():
     g.add_argument("--threads", type=int, default=1, help="CPU threads of PyTorch")
     g.add_argument("--out", type=Path, default=None, help="run folder (default: out/DATA-MODEL-ORDER-SEED, numbered)")
     g.add_argument("--eval-every", type=int, default=100, help="steps between evaluations, each with a checkpoint")
-    g.add_argument("--resume", action="store_true", help="continue the run in --out")
-    g.add_argument("--eval", action="store_true", help="only evaluate the run in --out")
+    only = g.add_mutually_exclusive_group()
+    only.add_argument("--resume", action="store_true", help="continue the run in --out")
+    only.add_argument("--eval", action="store_true", help="only evaluate the run in --out, also on other data")
     g = p.add_argument_group("the model (default: from the preset and the data)")
     g.add_argument("--model", choices=MODELS, default="mambazero", help="preset")
     for name, (field, text) in model_fields().items():
@@ -332,25 +344,23 @@ def check(args):
         raise ValueError("--device cuda: this machine or this PyTorch has no CUDA; use --device cpu")
     if a.dtype == "float16" and (a.device == "cpu" or not torch.cuda.is_available()):
         raise ValueError("--dtype float16 needs CUDA and its loss scaling; use bfloat16 or float32 on a CPU")
-    if (a.resume or a.eval) and a.out is None:
-        raise ValueError("--resume and --eval need --out, the folder of the run")
-    if a.resume and a.eval:
-        raise ValueError("--resume and --eval exclude each other")
 
 
 def make_model(args, data):
     """The model of args.model: its dataclass defaults, then what the data asks for, the preset, and the flags given."""
     Model, Config, preset = MODELS[args.model]
-    own = {f.name for f in dataclasses.fields(Config)}
-    given = {k: v for k, v in vars(args).items() if k in model_fields()}
+    own, flags = {f.name for f in dataclasses.fields(Config)}, model_fields()
+    given = {k: v for k, v in vars(args).items() if k in flags}
     for name in given.keys() - own:
         raise ValueError(f"--{name} is not a switch of --model {args.model}")
     asked = {k: v for k, v in data.fields.items() if k in own}
     config = Config(**asked | preset | given)
-    size = 4 * args.batch * args.length * max(getattr(config, "d") * getattr(config, "expand", 1), getattr(config, "state", 1))
-    if size * config.layers > 2**35 or config.d * config.vocab > 2**33 or config.d**2 * config.layers > 2**31:
-        raise ValueError(f"this model on {args.batch} x {args.length} tokens needs hundreds of GiB; lower --batch, --length, "
-                         f"--d, --expand, --state or --layers")
+    if config.predict == "value" and not config.inputs:
+        raise ValueError("--predict value is for regression data; tokens need softmax or l1")
+    activations = 4 * args.batch * args.length * max(config.d * config.expand, config.state) * config.layers
+    if activations > 2**35 or config.d * (config.d + config.vocab + config.state) * config.layers > 2**31:
+        raise ValueError(f"this model on {args.batch} x {args.length} tokens does not fit in memory; "
+                         f"lower --batch, --length, --d, --expand, --state or --layers")
     torch.manual_seed(random.Random(f"{args.seed}/init").getrandbits(63))
     return Model(config)
 
@@ -381,18 +391,17 @@ def parse(argv):
             check(args)
             return args, None
         if args.out is None:
-            check(args)
+            raise ValueError("--resume and --eval need --out, the folder of the run")
         checkpoint, config = load_checkpoint(args.out)
         saved = {k: v for k, v in config["args"].items() if k not in FREE}
         parser.set_defaults(**saved | {k: config["args"][k] for k in ("steps", "eval_every")})
         args = parser.parse_args(argv)
         check(args)
-        changed = [k for k, v in vars(args).items() if k not in FREE and saved.get(k) != v]
-        if args.eval:
-            changed = [k for k in changed if k == "model" or k in model_fields()]
-        if changed:
-            raise ValueError(f"--{changed[0].replace('_', '-')} is {saved.get(changed[0], 'not set')} in {args.out} and cannot "
-                             f"change in a {'resumed' if args.resume else 'finished'} run")
+        fixed = {"model", "data", *model_fields()} if args.eval else vars(args).keys() - FREE
+        for name in sorted(fixed & vars(args).keys()):
+            if saved.get(name) != getattr(args, name):
+                raise ValueError(f"--{name.replace('_', '-')} is {saved.get(name, 'not set')} in {args.out} and cannot "
+                                 f"change in a run that is {'resumed' if args.resume else 'evaluated'}")
         if args.resume and checkpoint["step"] >= args.steps:
             raise ValueError(f"{args.out} is finished at step {checkpoint['step']}; give a larger --steps to go on")
         return args, checkpoint
@@ -407,26 +416,25 @@ def main(argv=None):
     device = torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
     try:
         data = DATA[args.data](args, device)
-        model = make_model(args, data).to(device)
+        model = (load_model(args.out).train() if checkpoint else make_model(args, data)).to(device)
+        if model.config.vocab != data.fields["vocab"]:
+            raise ValueError(f"the model in {args.out} has {model.config.vocab} symbols, not {data.fields['vocab']}")
         optimizer = make_optimizer(model, args)
         if checkpoint:
-            model.load_state_dict(checkpoint["model"])
             optimizer.load_state_dict(checkpoint["optimizer"])
         out = args.out if checkpoint else run_folder(args)
-        if not checkpoint:
-            out.mkdir(parents=True, exist_ok=True)
+        out.mkdir(parents=True, exist_ok=True)
     except (ValueError, MemoryError, OSError) as error:
         make_parser().error(str(error))
 
     n = sum(p.numel() for p in model.parameters())
     print(f"$ python train.py {shlex.join(sys.argv[1:] if argv is None else argv)}")
     print("model: " + " ".join(f"{k}={v}" for k, v in dataclasses.asdict(model.config).items()))
-    print(f"{n:,} parameters | {args.data} | {device} {args.dtype} | torch {torch.__version__} | {args.threads} threads | {out}")
+    print(f"{n:,} parameters | {device} {args.dtype}, {args.threads} threads | torch {torch.__version__} | {out}")
     start = checkpoint["step"] if checkpoint else 0
     clock = time.perf_counter()
     if args.eval:
-        metrics = dict(step=start, **evaluate(model, data, torch.autocast(device.type, enabled=False)))
-        print(f"step {start} | val {metrics['val']:.4f} | bayes {metrics['bayes']:.4f} | gap {metrics['gap']:+.4f}")
+        metrics = dict(step=start, **evaluate(model, data, autocast(args, device)))
     else:
         if checkpoint:
             print(f"resumed at step {start}; the schedule now ends at step {args.steps}")
@@ -434,11 +442,11 @@ def main(argv=None):
         config = dict(args=vars(args) | dict(out=str(out)), model=dataclasses.asdict(model.config), parameters=n,
                       torch=torch.__version__, device=str(device))
         (out / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-        model.train()
         try:
             metrics = train(args, data, model, optimizer, start, out, device)
         except KeyboardInterrupt:
-            print(f"\ninterrupted; continue with: python train.py --resume --out {shlex.quote(str(out))}", file=sys.stderr)
+            again = f"python train.py --resume --out {shlex.quote(str(out))}"
+            print(f"\ninterrupted; continue with: {again}", file=sys.stderr)
             raise SystemExit(130) from None
     model.eval()
     with torch.no_grad():

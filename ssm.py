@@ -115,7 +115,8 @@ def _decays(log_a):
     coarse = coarse.cumsum(-1)
     Q = log_a.shape[-1]
     above = torch.full((Q, Q), -math.inf, dtype=log_a.dtype, device=log_a.device).triu(1)
-    L = ((coarse[..., :, None] - coarse[..., None, :]) + (fine[..., :, None] - fine[..., None, :]) + above).exp()
+    L = (coarse[..., :, None] - coarse[..., None, :]).add_(above)
+    L = (L + fine[..., :, None]).sub_(fine[..., None, :]).exp_()  # in place where autograd allows: memory is what is slow
     log_from_start = coarse + fine
     return L, log_from_start.exp(), log_from_start[..., -1]
 

@@ -29,7 +29,7 @@ from markov import context_index, order_of, sample_chain, sample_kernel
 
 def add_beta_loop(x, S, k, beta=1.0):
     """The estimator as it is defined, one sequence x (a list of ints) at a time: the reference for `add_beta`."""
-    probs, counts = [], {}
+    x, probs, counts = [int(symbol) for symbol in x], [], {}
     for t in range(len(x)):
         if t + 1 < k:
             probs.append([1 / S] * S)
@@ -48,11 +48,11 @@ def add_beta(x, S, k, beta=1.0, p_switch=None, dtype=torch.float32):
 
     x: (B, T) tokens below S (below S + 1 if p_switch is given: then V = S + 1, otherwise V = S). Uniform over the S
     symbols while the current context is shorter than k. Memory grows with B T S, whatever S**k is.
-    Raises ValueError for tokens outside the alphabet, beta <= 0 or p_switch outside [0, 1). PAPER: Eq. 3.
+    Raises ValueError for tokens outside the alphabet, k < 1, beta outside 1e-6 to 1e6 or p_switch outside [0, 1).
     """
     V = S if p_switch is None else S + 1
-    if not 0 < beta < math.inf:
-        raise ValueError(f"beta must be a positive number, got {beta}")
+    if k < 1 or not 1e-6 <= beta <= 1e6:
+        raise ValueError(f"need k >= 1 and beta between 1e-6 and 1e6, got k={k}, beta={beta}")
     if p_switch is not None and not 0 <= p_switch < 1:
         raise ValueError(f"p_switch must be in [0, 1), got {p_switch}")
     if x.numel() and int(x.max()) >= V:
@@ -97,15 +97,17 @@ def context_counts(x, S, k):
 def bayes_loss(x, S, k, beta=1.0, p_switch=None):
     """Loss of the optimum add-beta, in nats: (B, T-1), entry t being -log P_beta(x_{t+1} | x_1..x_t)."""
     probs = add_beta(x, S, k, beta, p_switch)[:, :-1]  # (B, T-1, V)
-    return -probs.gather(-1, x[:, 1:, None]).squeeze(-1).log()
+    return -probs.gather(-1, x[:, 1:, None].long()).squeeze(-1).log()
 
 
 def oracle_loss(x, P):
     """Loss of the true kernels P (B, S**k, S) on their chains x (B, T): (B, T-1) nats; ln S for the first k tokens."""
     S, k = P.shape[-1], order_of(P)
+    if len(P) != len(x):
+        raise ValueError(f"need one kernel for each sequence, got {len(P)} for {len(x)}")
     c = context_index(x[:, :-1], S, k)  # (B, T-1)
     row = P.gather(1, c.clamp(min=0)[..., None].expand(-1, -1, S))  # (B, T-1, S)
-    loss = -row.gather(-1, x[:, 1:, None]).squeeze(-1).log()
+    loss = -row.gather(-1, x[:, 1:, None].long()).squeeze(-1).log()
     return loss.masked_fill(c < 0, math.log(S))
 
 

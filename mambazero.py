@@ -60,9 +60,10 @@ class MambaConfig:
     inputs: int = None  # None: token ids; n: real vectors of width n, through a Linear
 
     def __post_init__(self):
-        for name in ("vocab", "d", "state", "expand", "heads", "groups", "window", "layers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("vocab", "d", "state", "expand", "heads", "groups", "window", "layers", "inputs"):
+            value = getattr(self, name)
+            if not (name == "inputs" and value is None) and not (isinstance(value, int) and value >= 1):
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value}")
         for name, options in (("conv", ("xbc", "xb", "x", "none")), ("act", ("relu", "silu", "none")),
                               ("predict", ("softmax", "l1", "value"))):
             if getattr(self, name) not in options:
@@ -145,7 +146,7 @@ class MambaBlock(nn.Module):
 
 
 def causal_conv(u, weight, bias):
-    """Depthwise over time: u (B, w-1+T, C), weight (C, w), bias (C,) -> (B, T, C), out_t = sum_i weight_i u_{t+i} + bias.
+    """Depthwise over time: u (B, w-1+T, C), weight (C, w), bias (C,) -> (B, T, C) = sum_i weight_i u_{t+i} + bias.
 
     In float32 as a 2-d convolution of height 1: (B, T, C) in memory *is* channels-last (B, C, 1, T), so no transpose is
     copied, and on a CPU forward and backward take 0.4 times as long as the sum. Its float64 form is slow instead.
@@ -215,6 +216,8 @@ class Mamba(nn.Module):
     @torch.no_grad()
     def generate(self, tokens, n, temperature=1.0, generator=None):
         """tokens (B, T) continued by n sampled ones: (B, T + n). temperature 0 takes the most likely token."""
+        if n < 0 or not 0 <= temperature < math.inf:
+            raise ValueError(f"need n >= 0 and temperature >= 0, got n={n}, temperature={temperature}")
         log_probs, state = self.prefill(tokens)
         log_probs, out = log_probs[:, -1], [tokens]
         for _ in range(n):
@@ -227,6 +230,8 @@ class Mamba(nn.Module):
         return torch.cat(out, 1)
 
     def _run(self, tokens, state=None, record=None):
+        if 0 in tokens.shape[:2]:
+            raise ValueError(f"need at least one sequence and one token, got {tuple(tokens.shape)}")
         u, new_state, norms = self.embed(tokens), [], iter(self.norms)
         for i, block in enumerate(self.blocks):
             o, s = block(next(norms)(u), state[i] if state else None, record)
@@ -257,6 +262,8 @@ def _init_weights(model):
         for block in model.blocks:
             for weight in (block.in_proj.weight, block.out_proj.weight):
                 weight.normal_().square_().mul_(cfg.d**-0.5)
+            if cfg.layers > 1:  # a layer is cubic in its input, and its output grows with T: positive layers would explode
+                block.out_proj.weight.mul_(1e-3)
             if block.conv_width:
                 block.conv_weight.normal_(std=cfg.window**-0.5).abs_()
             block.in_proj.weight.split(block.widths)[3].normal_(std=0.05)  # w_Delta: Delta_t starts nearly constant
@@ -346,9 +353,9 @@ def laplace_any_order(S, k, beta, length=4096):
     _check_construction(S, k, beta)
     if S == 2:
         return _any_order_binary(k, beta)
-    if (S + 1) ** (2 * k) * length >= 2**53:
-        raise ValueError(f"(S+1)^(2k) * length = {(S + 1) ** (2 * k) * length:.2g} is beyond the exact integers of "
-                         f"float64, 2^53; got S={S}, k={k}, length={length}")
+    if not 1 <= length <= 2**53 / (S + 1) ** (2 * k):
+        raise ValueError(f"length must be at least 1, and (S+1)^(2k) * length within float64's exact integers, 2^53; "
+                         f"got S={S}, k={k}, length={length}")
     C = S**k
     model, W_X, W_B, W_C, _ = _blank(vocab=S, d=2 * S, state=5 * C, expand=2, heads=2, groups=2, window=k + 1,
                                      act="relu", decay=False)
@@ -399,8 +406,8 @@ def laplace_binary_2d(beta, eps):
     and the residual adds the embedding, which completes both to cross (n + beta), but for the term of x_1.
     """
     _check_construction(2, 1, beta)
-    if not 0 < eps < math.inf:
-        raise ValueError(f"eps must be a positive number, got {eps}")
+    if not 1e-12 <= eps <= 1:
+        raise ValueError(f"eps must be between 1e-12, what float64 can show, and 1; got {eps}")
     model, W_X, W_B, W_C, _ = _blank(vocab=2, d=2, state=2, expand=1, window=2, decay=False)
     alpha = (math.sqrt(beta * eps / (1 + beta * eps)), 1.0)  # (previous, current) taps of x, and of b:
     gamma = (1.0, -alpha[0])
@@ -418,9 +425,9 @@ def laplace_binary_2d(beta, eps):
 
 
 def _check_construction(S, k, beta):
-    if S < 2 or k < 1 or not 0 < beta < math.inf:
-        raise ValueError(f"need S >= 2, k >= 1 and beta > 0, got S={S}, k={k}, beta={beta}")
-    if S**k > 2**14:
+    if S < 2 or k < 1 or not 1e-6 <= beta <= 1e6:
+        raise ValueError(f"need S >= 2, k >= 1 and beta between 1e-6 and 1e6, got S={S}, k={k}, beta={beta}")
+    if k > 14 or S**k > 2**14:
         raise ValueError(f"S**k = {S**k} contexts need as many state channels; 16384 is the most offered here")
 
 

@@ -48,13 +48,13 @@ def log_gamma_variates(alpha, shape, generator=None, device="cpu"):
 def sample_kernel(B, S, k, beta=1.0, generator=None, device="cpu", low=0.0, high=1.0):
     """B random kernels P (B, S**k, S): rows i.i.d. Dirichlet(beta), each summing to 1. PAPER: Section 2.
 
-    beta is tested from 1e-3 to 1e3. low, high: P(1 | context) ~ U[low, high] instead, for S = 2 and beta = 1 (Table 2
-    trains on [0, 1/2] and tests on [1/2, 1]). Raises ValueError for B < 1, S < 2, k < 0, beta <= 0 or another interval.
+    beta: 1e-6 to 1e6, tested from 1e-3 to 1e3. low, high: P(1 | context) ~ U[low, high] instead, for S = 2 and beta = 1
+    (Table 2 trains on [0, 1/2] and tests on [1/2, 1]). Raises ValueError for sizes or values outside these.
     """
     if B < 1 or S < 2 or k < 0:
         raise ValueError(f"need B >= 1, S >= 2, k >= 0; got B={B}, S={S}, k={k}")
-    if not 0 < beta < math.inf:
-        raise ValueError(f"beta must be a positive number, got {beta}")
+    if not 1e-6 <= beta <= 1e6:
+        raise ValueError(f"beta must be between 1e-6 and 1e6, got {beta}")
     _check_generator(generator, device)
     if (low, high) == (0.0, 1.0):
         logs = log_gamma_variates(beta, (B, S**k, S), generator, device)
@@ -88,6 +88,8 @@ def sample_switching(B, T, S, k, beta=1.0, p_switch=0.01, generator=None, device
     """
     if not 0 <= p_switch < 1:
         raise ValueError(f"p_switch must be in [0, 1), got {p_switch}")
+    if B < 1 or T < 1:
+        raise ValueError(f"need B >= 1 and T >= 1, got B={B}, T={T}")
     _check_generator(generator, device)
     switch = torch.rand(T, B, generator=generator, device=device) < p_switch
     # Which of one long list of kernels rules each token: the next one at every switch and every new sequence.
@@ -112,13 +114,15 @@ def _walk(P, kernel, free, u):
     edges = P.cumsum(-1)
     edges = (edges / edges[..., -1:])[..., :-1].reshape(R * C, S - 1)  # a symbol of probability 0 is an empty interval
     base = kernel * C  # (T, B)
+    oldest_out = torch.arange(C, device=P.device) * S % C  # a table, since integer division is the slowest step here
     x = (u * S).long()  # (T, B) uniform draws, replaced where the chain decides
     c = torch.zeros(B, dtype=torch.long, device=P.device)  # context index of each sequence
-    for t, all_free in enumerate(free.all(1).tolist()):
-        if not all_free:
-            chained = (u[t, :, None] >= edges[base[t] + c]).sum(-1)  # Order-k chain
-            x[t] = torch.where(free[t], x[t], chained)
-        c = (c * S + x[t]) % C  # shift the newest token in, the oldest out
+    for t, share in enumerate(free.float().mean(1).tolist()):
+        if share < 1:  # Order-k chain
+            above = u[t, :, None] >= edges[base[t] + c]  # (B, S-1)
+            chained = above[:, 0] if S == 2 else above.sum(-1)
+            x[t] = chained if share == 0 else torch.where(free[t], x[t], chained.long())
+        c = oldest_out[c] + x[t] if C > 1 else c
     return x.T.contiguous()
 
 
@@ -126,13 +130,15 @@ def context_index(x, S, k):
     """Index (B, T) int64 of the length-k context ending at each position of x (B, T); newest token least significant.
 
     -1 where there is no such context: before k tokens, or where the last k include a switch (a symbol >= S).
-    Raises ValueError for negative tokens, or if S**k does not fit an int64.
+    Raises ValueError unless x holds integers of at least 0, k >= 0 and S**k fits an int64.
     """
-    if S**k >= 2**62:
+    if x.dim() != 2 or x.is_floating_point() or k < 0:
+        raise ValueError(f"need integer tokens (B, T) and k >= 0, got {x.dtype} {tuple(x.shape)} and k={k}")
+    if k * math.log2(S) >= 62:
         raise ValueError(f"S**k = {S}**{k} contexts do not fit a 64-bit index")
     if x.numel() and int(x.min()) < 0:
         raise ValueError(f"tokens must be 0 or more, got {int(x.min())}")
-    T = x.shape[1]
+    x, T = x.long(), x.shape[1]
     index = torch.zeros_like(x)
     ordinary = torch.ones_like(x, dtype=torch.bool)
     for j in range(min(k, T)):

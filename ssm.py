@@ -33,6 +33,7 @@ import torch.nn.functional as F
 
 def scan_sequential(x, log_a, b, c, h0=None):
     """The recurrence as it is written, one step a token: the reference for the others. Returns y, the final h."""
+    _check(x, log_a, b, c, h0)
     ys, h = [], h0
     for t in range(x.shape[1]):
         y, h = scan_step(x[:, t], log_a[:, t], b[:, t], c[:, t], h)
@@ -45,6 +46,8 @@ def scan_step(x, log_a, b, c, h=None):
 
     The state is float32 for half-precision inputs, float64 for float64; the h passed in is left as it was.
     """
+    if h is not None and h.shape != (*x.shape, b.shape[-1]):
+        raise ValueError(f"h must be {(*x.shape, b.shape[-1])}, got {tuple(h.shape)}")
     dtype = x.dtype
     x, log_a, b, c = (v.to(_precise(dtype)) for v in (x, log_a, b, c))
     b, c = (v.repeat_interleave(x.shape[1] // v.shape[1], dim=1) for v in (b, c))  # (B, H, N)
@@ -60,6 +63,8 @@ def scan_chunked(x, log_a, b, c, h0=None, chunk=None, inside=None):
     happens inside is float32 (float64 if x is float64). Raises ValueError if the shapes do not fit.
     """
     _check(x, log_a, b, c, h0)
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk must be at least 1, got {chunk}")
     (B, T, H, P), (G, N), dtype = x.shape, b.shape[2:], x.dtype
     Q = min(T, chunk or _chunk_length(P, N, x.device.type))
     with torch.autocast(x.device.type, enabled=False):  # autocast would round the products to half precision
@@ -116,7 +121,7 @@ def _decays(log_a):
     Q = log_a.shape[-1]
     above = torch.full((Q, Q), -math.inf, dtype=log_a.dtype, device=log_a.device).triu(1)
     L = (coarse[..., :, None] - coarse[..., None, :]).add_(above)
-    L = (L + fine[..., :, None]).sub_(fine[..., None, :]).exp_()  # in place where autograd allows: memory is what is slow
+    L = (L + fine[..., :, None]).sub_(fine[..., None, :]).exp_()  # in place where autograd allows
     log_from_start = coarse + fine
     return L, log_from_start.exp(), log_from_start[..., -1]
 
@@ -153,11 +158,13 @@ def _precise(dtype):
 
 
 def _check(x, log_a, b, c, h0):
-    B, T, H, P = x.shape
-    G, N = b.shape[2:]
-    if T == 0 or H % G or log_a.shape != (B, T, H) or b.shape != (B, T, G, N) or c.shape != b.shape:
-        raise ValueError(f"need x (B, T, H, P), log_a (B, T, H), b and c (B, T, G, N), T >= 1, H a multiple of G; "
-                         f"got {tuple(x.shape)}, {tuple(log_a.shape)}, {tuple(b.shape)}, {tuple(c.shape)}")
+    fits = x.dim() == b.dim() == 4 and 0 not in (*x.shape, *b.shape) and x.is_floating_point()
+    if fits:
+        (B, T, H, P), (G, N) = x.shape, b.shape[2:]
+        fits = H % G == 0 and log_a.shape == (B, T, H) and b.shape == c.shape == (B, T, G, N)
+    if not fits:
+        raise ValueError(f"need x (B, T, H, P), log_a (B, T, H), b and c (B, T, G, N), no size 0, H a multiple of G; "
+                         f"got {x.dtype} {tuple(x.shape)}, {tuple(log_a.shape)}, {tuple(b.shape)}, {tuple(c.shape)}")
     if h0 is not None and h0.shape != (B, H, P, N):
         raise ValueError(f"h0 must be {(B, H, P, N)}, got {tuple(h0.shape)}")
 

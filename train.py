@@ -50,7 +50,7 @@ def stream(seed, name, index=0, device="cpu"):
 class MarkovData:
     """Random Markov chains (markov.py) against add-beta (laplace.py)."""
 
-    held_out = 512  # chains in the evaluation set, the same at every evaluation
+    held_out = 1024  # chains in the evaluation set, the same at every evaluation
     pool = 4096  # training chains drawn at once: a batch at a time would cost more than the model
 
     def __init__(self, args, device):
@@ -59,12 +59,12 @@ class MarkovData:
         self.vocab = S + (args.switch > 0)
         if k * math.log2(S) > 40:
             raise ValueError(f"S^k = {S}^{k} contexts do not fit in memory; lower --order or --states")
-        # Bytes of one chain while it is drawn: its kernel, three times its tokens. A pool may take 256 MiB.
-        chain = 4 * S**k * S + 24 * (args.length + 1)
+        # Bytes of one chain while it is drawn, its kernel and its tokens with their temporaries; a pool may take 1 GiB.
+        chain = 40 * S**k * S + 24 * (args.length + 1)
         if chain * max(args.batch, self.held_out) > 2**33:
             raise ValueError(f"chains of length {args.length} with S^k = {S}^{k} contexts do not fit in memory; "
                              f"lower --order, --states, --length or --batch")
-        self.pool_batches = max(1, min(self.pool, 2**28 // chain) // args.batch)
+        self.pool_batches = max(1, min(self.pool, 2**30 // chain) // args.batch)
         # A state channel for each context can represent the optimum; with four times as many, training finds it.
         self.fields = dict(vocab=self.vocab, window=k + 1, d=max(16 if k == 1 else 32, 2 * S**k),
                            state=max(16 if k == 1 else 32, 4 * S**k))
@@ -117,14 +117,14 @@ DATA = {"markov": MarkovData}
 MODELS = {name: (mambazero.Mamba, mambazero.MambaConfig, preset) for name, preset in mambazero.PRESETS.items()}
 
 
-def train(args, data, model, optimizer, start, out, device):
+def train(args, data, model, optimizer, scaler, start, out, device):
     """The loop: exactly args.steps updates, evaluated at 0, every --eval-every and at the end. Returns the last."""
     amp = autocast(args, device)
-    scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "float16")
     params = list(model.parameters())
     forward = compiled(model, data, amp) if args.compile else model
     losses, metrics, clock = [], None, time.perf_counter()
-    bar = tqdm(total=args.steps, initial=start, disable=None, leave=False)  # None: only on a terminal
+    terminal = bool(sys.stderr and sys.stderr.isatty())
+    bar = tqdm(total=args.steps, initial=start, disable=not terminal, leave=False)
 
     for step in range(start, args.steps + 1):
         due = step % args.eval_every == 0 or step == args.steps
@@ -134,14 +134,15 @@ def train(args, data, model, optimizer, start, out, device):
                     losses = [data.loss(forward, data.batch(step * args.accumulate))]
             history = torch.stack(losses).double().cpu()
             ms = 1e3 * (time.perf_counter() - clock) / len(losses)
-            if not history.isfinite().all():
-                bad = step - len(losses) + 1 + int((~history.isfinite()).nonzero()[0])
-                raise SystemExit(f"train.py: the loss is not finite at step {bad}; a lower --lr may help; "
-                                 f"the last good checkpoint is in {out}")
             metrics = dict(step=step, train=history.mean().item(), **evaluate(forward, data, amp))
             metrics["ms_per_step"] = round(ms, 2)
+            if not math.isfinite(metrics["train"] + metrics["val"]):  # keep the last good checkpoint
+                first = (~history.isfinite()).nonzero().flatten().tolist()
+                bad = step - len(losses) + 1 + first[0] if first and step else step
+                raise SystemExit(f"train.py: the loss is not finite at step {bad}; a lower --lr may help"
+                                 + (f"; the last good checkpoint is in {out}" if (out / "model.pt").exists() else ""))
             log(out, metrics)
-            save(out, model, optimizer, step)
+            save(out, model, optimizer, scaler, step)
             bar.write(line(metrics, args.steps), file=sys.stdout)
             bar.set_postfix(loss=f"{metrics['train']:.4f}", gap=f"{metrics['gap']:+.4f}")
             losses, clock = [], time.perf_counter()
@@ -214,16 +215,23 @@ def compiled(model, data, amp):
         return model
 
 
-def save(out, model, optimizer, step):
+def save(out, model, optimizer, scaler, step):
     """model.pt, written under another name and renamed: a crash while writing leaves the previous one."""
-    torch.save(dict(model=model.state_dict(), optimizer=optimizer.state_dict(), step=step), out / "model.pt.tmp")
+    state = dict(model=model.state_dict(), optimizer=optimizer.state_dict(), scaler=scaler.state_dict(), step=step)
+    torch.save(state, out / "model.pt.tmp")
     os.replace(out / "model.pt.tmp", out / "model.pt")
+
+
+def write(path, text):
+    """A text file, likewise."""
+    path.with_name(path.name + ".tmp").write_text(text, encoding="utf-8")
+    os.replace(path.with_name(path.name + ".tmp"), path)
 
 
 def log(out, metrics):
     """One more line of log.jsonl."""
     with open(out / "log.jsonl", "a", encoding="utf-8") as f:
-        f.write(json.dumps(metrics) + "\n")
+        f.write(json.dumps(metrics, allow_nan=False) + "\n")
 
 
 def line(metrics, steps):
@@ -237,7 +245,11 @@ def load_checkpoint(out):
     """The contents of out/model.pt and out/config.json. Raises ValueError if either is missing or damaged."""
     try:
         config = json.loads((out / "config.json").read_text(encoding="utf-8"))
-        return torch.load(out / "model.pt", map_location="cpu", weights_only=True), config
+        checkpoint = torch.load(out / "model.pt", map_location="cpu", weights_only=True)
+        model = MODELS[config["args"]["model"]][0](MODELS[config["args"]["model"]][1](**config["model"]))
+        model.load_state_dict(checkpoint["model"])
+        assert isinstance(checkpoint["step"], int) and {"steps", "eval_every"} <= config["args"].keys()
+        return model, checkpoint, config
     except FileNotFoundError as error:
         raise ValueError(f"{out} holds no run: {Path(error.filename).name} is missing") from None
     except Exception as error:
@@ -247,11 +259,7 @@ def load_checkpoint(out):
 
 def load_model(out):
     """The trained model of a run folder, on the CPU, in eval mode. Raises ValueError if there is none."""
-    checkpoint, config = load_checkpoint(Path(out))
-    Model, Config, _ = MODELS[config["args"]["model"]]
-    model = Model(Config(**config["model"]))
-    model.load_state_dict(checkpoint["model"])
-    return model.eval()
+    return load_checkpoint(Path(out))[0].eval()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -262,7 +270,7 @@ class Parser(argparse.ArgumentParser):
     """argparse, but an error is one line."""
 
     def error(self, message):
-        self.exit(2, f"train.py: error: {message}\n")
+        self.exit(2, f"train.py: error: {' '.join(message.split())}\n")
 
 
 def make_parser():
@@ -292,7 +300,7 @@ def make_parser():
                    help="of autocast; weights, decay, state and loss stay float32")
     g.add_argument("--compile", action=argparse.BooleanOptionalAction, default=False, help="torch.compile the model")
     g.add_argument("--threads", type=int, default=1, help="CPU threads of PyTorch")
-    g.add_argument("--out", type=Path, default=None, help="run folder (default: out/DATA-MODEL-ORDER-SEED, numbered)")
+    g.add_argument("--out", type=folder, default=None, help="run folder (default: out/DATA-MODEL-ORDER-SEED, numbered)")
     g.add_argument("--eval-every", type=int, default=100, help="steps between evaluations, each with a checkpoint")
     only = g.add_mutually_exclusive_group()
     only.add_argument("--resume", action="store_true", help="continue the run in --out")
@@ -308,6 +316,13 @@ def make_parser():
     g.add_argument("--no-conv", dest="conv", action="store_const", const="none", default=argparse.SUPPRESS,
                    help="the same as --conv none")
     return p
+
+
+def folder(text):
+    """A path that is not the empty string, which would be the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("must name a folder, got an empty string")
+    return Path(text)
 
 
 def model_fields():
@@ -329,13 +344,13 @@ def check(args):
         ("switch", 0 <= a.switch < 1, "at least 0 and below 1"),
         ("prior", 0 <= a.prior[0] < a.prior[1] <= 1, "LOW HIGH with 0 <= LOW < HIGH <= 1"),
         ("length", a.length >= a.order + 1, f"at least order + 1 = {a.order + 1}"),
-        ("steps", a.steps >= 0, "at least 0"),
-        ("batch", a.batch >= 1, "at least 1"),
-        ("accumulate", a.accumulate >= 1, "at least 1"),
+        ("steps", 0 <= a.steps <= 10**9, "between 0 and 10^9"),
+        ("batch", 1 <= a.batch <= 10**9, "between 1 and 10^9"),
+        ("accumulate", 1 <= a.accumulate <= 10**6, "between 1 and 10^6"),
         ("lr", finite(a.lr) and a.lr > 0, "a positive number"),
         ("weight_decay", finite(a.weight_decay) and a.weight_decay >= 0, "a number of at least 0"),
         ("clip", a.clip > 0, "a positive number"),
-        ("threads", a.threads >= 1, "at least 1"),
+        ("threads", 1 <= a.threads <= 1024, "between 1 and 1024"),
         ("eval_every", a.eval_every >= 1, "at least 1"),
     ]:
         if not ok:
@@ -361,7 +376,8 @@ def make_model(args, data):
     if config.predict == "value" and not config.inputs:
         raise ValueError("--predict value is for regression data; tokens need softmax or l1")
     activations = 4 * args.batch * args.length * max(config.d * config.expand, config.state) * config.layers
-    if activations > 2**35 or config.d * (config.d + config.vocab + config.state) * config.layers > 2**31:
+    weights = config.d * (config.d * config.expand + config.vocab + config.state + config.window) * config.layers
+    if activations > 2**35 or weights > 2**31:
         raise ValueError(f"this model on {args.batch} x {args.length} tokens does not fit in memory; "
                          f"lower --batch, --length, --d, --expand, --state or --layers")
     torch.manual_seed(random.Random(f"{args.seed}/init").getrandbits(63))
@@ -371,7 +387,8 @@ def make_model(args, data):
 def run_folder(args):
     """The folder of a new run: --out, or out/DATA-MODEL-ORDER-SEED or its first free sibling -2, -3, ..."""
     if args.out is not None:
-        if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
+        started = {"config.json", "log.jsonl", "model.pt.tmp"}  # all that a run leaves before its first checkpoint
+        if args.out.exists() and (not args.out.is_dir() or {p.name for p in args.out.iterdir()} - started):
             raise ValueError(f"--out {args.out} exists already; use --resume to continue it, or another folder")
         return args.out
     base = Path("out") / f"{args.data}-{args.model}-{args.order}-{args.seed}"
@@ -386,79 +403,108 @@ FREE = {"steps", "eval_every", "device", "threads", "compile", "out", "resume", 
 
 
 def parse(argv):
-    """argv -> (args, checkpoint or None). A resumed or evaluated run starts from the flags it was started with."""
+    """argv -> args, model, checkpoint; the last two None for a new run. Other runs begin with the flags they had."""
     parser = make_parser()
     args = parser.parse_args(argv)
     try:
         if not (args.resume or args.eval):
             check(args)
-            return args, None
+            return args, None, None
         if args.out is None:
             raise ValueError("--resume and --eval need --out, the folder of the run")
-        checkpoint, config = load_checkpoint(args.out)
+        model, checkpoint, config = load_checkpoint(args.out)
         saved = {k: v for k, v in config["args"].items() if k not in FREE}
         parser.set_defaults(**saved | {k: config["args"][k] for k in ("steps", "eval_every")})
         args = parser.parse_args(argv)
         check(args)
         fixed = {"model", "data", *model_fields()} if args.eval else vars(args).keys() - FREE
         for name in sorted(fixed & vars(args).keys()):
-            if saved.get(name) != getattr(args, name):
-                raise ValueError(f"--{name.replace('_', '-')} is {saved.get(name, 'not set')} in {args.out} and cannot "
-                                 f"change in a run that is {'resumed' if args.resume else 'evaluated'}")
+            value = saved.get(name, config["model"].get(name))
+            if value != getattr(args, name):
+                raise ValueError(f"--{name.replace('_', '-')} is {value} in {args.out} and cannot change in a run "
+                                 f"that is {'resumed' if args.resume else 'evaluated'}")
         if args.resume and checkpoint["step"] >= args.steps:
             raise ValueError(f"{args.out} is finished at step {checkpoint['step']}; give a larger --steps to go on")
-        return args, checkpoint
+        return args, model, checkpoint
     except ValueError as error:
         parser.error(str(error))
 
 
 def main(argv=None):
     """One run from the command line argv; returns its last metrics. Bad input: one line on stderr and exit code 2."""
-    args, checkpoint = parse(argv)
+    args, model, checkpoint = parse(argv)
     torch.set_num_threads(args.threads)
     keep_freed_memory()
     device = torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
+    clock, out = time.perf_counter(), args.out
     try:
-        data = DATA[args.data](args, device)
-        model = (load_model(args.out).train() if checkpoint else make_model(args, data)).to(device)
-        if model.config.vocab != data.fields["vocab"]:
-            raise ValueError(f"the model in {args.out} has {model.config.vocab} symbols, not {data.fields['vocab']}")
-        optimizer = make_optimizer(model, args)
-        if checkpoint:
-            optimizer.load_state_dict(checkpoint["optimizer"])
-        out = args.out if checkpoint else run_folder(args)
-        out.mkdir(parents=True, exist_ok=True)
-    except (ValueError, MemoryError, OSError) as error:
-        make_parser().error(str(error))
-
-    n = sum(p.numel() for p in model.parameters())
-    print(f"$ python train.py {shlex.join(sys.argv[1:] if argv is None else argv)}")
-    print("model: " + " ".join(f"{k}={v}" for k, v in dataclasses.asdict(model.config).items()))
-    print(f"{n:,} parameters | {device} {args.dtype}, {args.threads} threads | torch {torch.__version__} | {out}")
-    start = checkpoint["step"] if checkpoint else 0
-    clock = time.perf_counter()
-    if args.eval:
-        metrics = dict(step=start, **evaluate(model, data, autocast(args, device)))
-    else:
-        if checkpoint:
-            print(f"resumed at step {start}; the schedule now ends at step {args.steps}")
-            forget_after(out, start)
-        config = dict(args=vars(args) | dict(out=str(out)), model=dataclasses.asdict(model.config), parameters=n,
-                      torch=torch.__version__, device=str(device))
-        (out / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
         try:
-            metrics = train(args, data, model, optimizer, start, out, device)
-        except KeyboardInterrupt:
-            again = f"python train.py --resume --out {shlex.quote(str(out))}"
-            print(f"\ninterrupted; continue with: {again}", file=sys.stderr)
-            raise SystemExit(130) from None
-    model.eval()
-    with torch.no_grad():
-        for text in data.report(model):
-            print(text)
+            data = DATA[args.data](args, device)
+            model = (model or make_model(args, data)).to(device)
+            if model.config.vocab != data.fields["vocab"]:
+                raise ValueError(f"the model in {out} has {model.config.vocab} symbols, not {data.fields['vocab']}")
+            optimizer, scaler, start = make_optimizer(model, args), make_scaler(args, device), 0
+            if checkpoint:
+                start = checkpoint["step"]
+                optimizer.load_state_dict(checkpoint["optimizer"])
+                scaler.load_state_dict(checkpoint["scaler"])
+            else:
+                out = run_folder(args)
+                out.mkdir(parents=True, exist_ok=True)
+            if not args.eval:
+                prepare_folder(args, model, device, start, out)
+        except (ValueError, MemoryError, OSError) as error:
+            make_parser().error(str(error) or "not enough memory")
+        print_header(args, model, device, out, sys.argv[1:] if argv is None else argv)
+        if args.eval:
+            metrics = evaluate(model, data, autocast(args, device))
+        else:
+            if checkpoint:
+                print(f"resumed at step {start}; the schedule now ends at step {args.steps}")
+            metrics = train(args, data, model, optimizer, scaler, start, out, device)
+        model.eval()
+        with torch.no_grad():
+            for text in data.report(model):
+                print(text)
+    except KeyboardInterrupt:
+        resumable = not args.eval and out and (out / "model.pt").exists()
+        again = f"; continue with: python train.py --resume --out {shlex.quote(str(out))}" if resumable else ""
+        print(f"\ninterrupted{again}", file=sys.stderr)
+        raise SystemExit(130) from None
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # a full disk, a folder that became read-only
+        raise SystemExit(f"train.py: {error}; what was saved before is in {out}") from None
     print(f"done in {time.perf_counter() - clock:.0f} s | val {metrics['val']:.4f} | bayes {metrics['bayes']:.4f} | "
           f"gap {metrics['gap']:+.4f} | {out}")
     return metrics
+
+
+def print_header(args, model, device, out, argv):
+    """Command, config, size, device, versions and folder of a run."""
+    n = sum(p.numel() for p in model.parameters())
+    print(f"$ python train.py {shlex.join(map(str, argv))}")
+    print("model: " + " ".join(f"{k}={v}" for k, v in dataclasses.asdict(model.config).items()))
+    print(f"{n:,} parameters | {device} {args.dtype}, {args.threads} threads | torch {torch.__version__} | {out}")
+
+
+def prepare_folder(args, model, device, start, out):
+    """config.json, and log.jsonl without what lies beyond the checkpoint (it comes again) or cannot be read."""
+    kept = []
+    for text in (out / "log.jsonl").read_text(encoding="utf-8", errors="replace").splitlines() if start else []:
+        try:
+            kept += [text + "\n"] if json.loads(text)["step"] <= start else []
+        except (ValueError, TypeError, KeyError):
+            continue
+    write(out / "log.jsonl", "".join(kept))
+    config = dict(args=vars(args) | dict(out=str(out)), model=dataclasses.asdict(model.config), torch=torch.__version__,
+                  parameters=sum(p.numel() for p in model.parameters()), device=str(device))
+    write(out / "config.json", json.dumps(config, indent=1) + "\n")
+
+
+def make_scaler(args, device):
+    """Loss scaling for float16, a no-op for other dtypes."""
+    return torch.amp.GradScaler(device.type, enabled=args.dtype == "float16")
 
 
 def keep_freed_memory():
@@ -472,12 +518,12 @@ def keep_freed_memory():
         pass
 
 
-def forget_after(out, step):
-    """Drop lines of log.jsonl beyond the checkpoint: they will be written again."""
-    path = out / "log.jsonl"
-    kept = [text for text in path.read_text(encoding="utf-8").splitlines() if json.loads(text)["step"] <= step]
-    path.write_text("".join(text + "\n" for text in kept), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    for output in (sys.stdout, sys.stderr):
+        if output:
+            output.reconfigure(errors="backslashreplace")  # a folder name that the terminal's encoding lacks
+    try:
+        main()
+    except BrokenPipeError:  # piped into head, say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None

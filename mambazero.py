@@ -264,8 +264,10 @@ def _init_weights(model):
                 weight.normal_().square_().mul_(cfg.d**-0.5)
             if cfg.layers > 1:  # a layer is cubic in its input, and its output grows with T: positive layers would explode
                 block.out_proj.weight.mul_(1e-3)
+            # All taps equal, for the data to decide: in a binary chain counting what came before the current symbol is
+            # nearly as good as counting what came after it, and a random head start decides for many a seed.
             if block.conv_width:
-                block.conv_weight.normal_(std=cfg.window**-0.5).abs_()
+                block.conv_weight.fill_(1 / cfg.window)
             block.in_proj.weight.split(block.widths)[3].normal_(std=0.05)  # w_Delta: Delta_t starts nearly constant
         model.head.weight.normal_().square_().mul_(cfg.d**-0.5)
         model.embed.weight.normal_().square_().mul_(0.5)

@@ -185,8 +185,8 @@ def evaluate(model, data, amp):
 
 
 def learning_rate(step, args):
-    """Linear warm-up over the first 2%, then a cosine to 0 at args.steps."""
-    warm = max(1, round(0.02 * args.steps))
+    """Linear warm-up over the first tenth, while the gradient rather than its noise should choose; a cosine to 0 after."""
+    warm = max(1, round(0.1 * args.steps))
     if step < warm:
         return args.lr * (step + 1) / warm
     return args.lr * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, args.steps - warm)))

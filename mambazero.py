@@ -262,7 +262,7 @@ def _init_weights(model):
         for block in model.blocks:
             for weight in (block.in_proj.weight, block.out_proj.weight):
                 weight.normal_().square_().mul_(cfg.d**-0.5)
-            if cfg.layers > 1:  # a layer is cubic in its input, and its output grows with T: positive layers would explode
+            if cfg.layers > 1:  # a layer is cubic in its input and its output grows with T: a positive stack explodes
                 block.out_proj.weight.mul_(1e-3)
             # All taps equal, for the data to decide: in a binary chain counting what came before the current symbol is
             # nearly as good as counting what came after it, and a random head start decides for many a seed.

@@ -185,7 +185,7 @@ def evaluate(model, data, amp):
 
 
 def learning_rate(step, args):
-    """Linear warm-up over the first tenth, while the gradient rather than its noise should choose; a cosine to 0 after."""
+    """Linear warm-up over the first tenth, where the gradient should choose and not its noise; then a cosine to 0."""
     warm = max(1, round(0.1 * args.steps))
     if step < warm:
         return args.lr * (step + 1) / warm

@@ -980,7 +980,7 @@ def test_only_matrices_decay():
 
 
 def test_schedule():
-    args = train.make_parser().parse_args(["--steps", "100", "--lr", "1"])
+    args = train.make_parser().parse_args(["--steps", "100", "--lr", "1", "--warmup", "0.1"])
     rates = [train.learning_rate(s, args) for s in range(100)]
     assert rates[:2] == [0.1, 0.2] and max(rates) == 1 and rates[-1] < 0.001 and rates[55] == pytest.approx(0.5)
 
@@ -999,7 +999,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(capsys):
 
 BAD = """--order 0 | --order -1 | --order 1.5 | --states 1 | --beta 0 | --beta nan | --beta -1 | --beta 1e9 | --switch 1 | --switch -0.1
 --switch nan | --prior 0.5 0.2 | --prior 0 2 | --prior 0 0.5 --states 3 | --prior 0 0.5 --switch 0.1 | --length 1 | --length 2 --order 2
---steps -1 | --batch 0 | --accumulate 0 | --lr 0 | --lr nan | --lr inf | --lr -1 | --clip 0 | --weight-decay nan | --threads 0 | --eval-every 0
+--steps -1 | --batch 0 | --accumulate 0 | --lr 0 | --lr nan | --lr inf | --lr -1 | --clip 0 | --warmup 2 | --warmup nan | --weight-decay nan | --threads 0 | --eval-every 0
 --window 0 | --layers 0 | --heads 0 | --heads 5 | --heads 4 --groups 3 | --conv abc | --act gelu | --predict l2 | --dropout 1 | --d 0
 --state -4 | --model gpt7 | --data nothing | --device tpu | --dtype int8 | --dtype float16 | --bogus 1 | --ord 2 | --order 60
 --states 1000000 --order 3 | --batch 1000000000000 | --length 100000000000 | --d 1000000 | --resume | --eval | --resume --eval --out x

@@ -102,7 +102,8 @@ def scan_inside(x, log_a, b, c, h0=None):
 
 def _cut(v, G, Q):
     """(B, T, M, D) -> (B, G, M/G, K, Q, D), T padded with zeros to K Q."""
-    v = F.pad(v, (0, 0, 0, 0, 0, -v.shape[1] % Q))
+    if pad := -v.shape[1] % Q:  # padding by 0 would copy
+        v = F.pad(v, (0, 0, 0, 0, 0, pad))
     return v.unflatten(2, (G, -1)).unflatten(1, (-1, Q)).permute(0, 3, 4, 1, 2, 5)
 
 
@@ -134,8 +135,9 @@ def _carry(added, log_a, leaf=16):
     """
     K = added.shape[-2]
     if K > leaf:
-        added = F.pad(added, (0, 0, 0, -K % leaf)).unflatten(-2, (-1, leaf))
-        log_a = F.pad(log_a, (0, -K % leaf)).unflatten(-1, (-1, leaf))
+        if pad := -K % leaf:
+            added, log_a = F.pad(added, (0, 0, 0, pad)), F.pad(log_a, (0, pad))
+        added, log_a = added.unflatten(-2, (-1, leaf)), log_a.unflatten(-1, (-1, leaf))
     L, from_start, log_total = _decays(log_a)
     h = F.pad(L[..., :-1, :], (0, 0, 1, 0)) @ added  # one row down: the state before a step, not after
     if K > leaf:

@@ -526,7 +526,8 @@ def keep_freed_memory():
 if __name__ == "__main__":
     for output in (sys.stdout, sys.stderr):
         if output:
-            output.reconfigure(errors="backslashreplace")  # a folder name that the terminal's encoding lacks
+            # Lines at once, also into a file; and a folder name that the terminal's encoding lacks is no reason to stop.
+            output.reconfigure(line_buffering=True, errors="backslashreplace")
     try:
         main()
     except BrokenPipeError:  # piped into head, say

@@ -22,10 +22,12 @@ import torch.nn.functional as F
 import mambazero
 import ssm
 import train
+import transformer
 from laplace import add_beta, add_beta_loop, bayes_loss, oracle_loss
 from mambazero import PRESETS, Mamba, MambaConfig
 from markov import context_index, sample_chain, sample_kernel, sample_switching
 from ssm import scan, scan_chunked, scan_sequential, scan_step
+from transformer import Transformer, TransformerConfig
 
 HERE = Path(__file__).parent
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -811,6 +813,223 @@ def test_constructions_reject_bad_input():
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# transformer.py
+
+
+def random_transformer(seed=0, std=0.3, **fields):
+    """Float64, all parameters random, so that nothing is hidden by a zero bias or a small initial value."""
+    torch.manual_seed(seed)
+    model = Transformer(TransformerConfig(**dict(vocab=3, d=6, heads=2, layers=2, block=12) | fields)).double()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=std)
+    return model
+
+
+ATTENTIONS = [dict(attention=attention, conv=conv) for attention in ("softmax", "linear") for conv in ("none", "k", "qkv")]
+
+
+def test_the_transformer_computes_its_equations():
+    model, x = random_transformer(d=4, heads=2, layers=1, conv="qv", window=2), tokens(1, 5)
+    attention, (first, _, third), mlp = model.attentions[0], model.mlps[0], model.mlps[0]
+    norm = lambda u, layer: (u - u.mean()) / (u.var(correction=0) + 1e-5).sqrt() * layer.weight + layer.bias
+    u = [model.embed.weight[x[0, t]] + model.position.weight[t] for t in range(5)]
+    qkv = [attention.qkv.weight @ norm(z, model.norms[0]) + attention.qkv.bias for z in u]
+    conv = lambda i, j, t: (attention.conv_weight[j : j + 4, 1] * qkv[t][i : i + 4] + attention.conv_bias[j : j + 4]
+                            + (attention.conv_weight[j : j + 4, 0] * qkv[t - 1][i : i + 4] if t else 0))
+    for t in range(5):
+        o = []
+        for h in (slice(0, 2), slice(2, 4)):
+            scores = torch.stack([conv(0, 0, t)[h] @ qkv[s][4:8][h] / math.sqrt(2) for s in range(t + 1)])
+            o.append(sum(a * conv(8, 4, s)[h] for s, a in enumerate(scores.softmax(0))))
+        r = u[t] + attention.out_proj.weight @ torch.cat(o) + attention.out_proj.bias
+        r = r + third.weight @ F.gelu(first.weight @ norm(r, model.norms[1]) + first.bias) + third.bias
+        expected = (model.head.weight @ norm(r, model.norms[2])).log_softmax(-1)
+        assert (model(x)[0, t] - expected).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("attention", [transformer.linear_attention, transformer.linear_attention_quadratic])
+def test_linear_attention_is_a_mean(attention):
+    v = torch.tensor([1.0, 3.0, 5.0]).view(1, 1, 3, 1)
+    zero = torch.zeros(1, 1, 3, 4)
+    assert torch.allclose(attention(zero, zero, v).flatten(), torch.tensor([1.0, 2.0, 3.0]))  # of all so far
+    q, k = torch.randn(2, 2, 3, 150, 4, generator=generator())
+    v = torch.tensor([2.0, -3.0]).expand(2, 3, 150, 2)
+    for scale in (1, 30, 1000):  # elu(-30) + 1 rounds to 0 in float32, exp(-1000) is 0
+        assert torch.allclose(attention(scale * q, scale * k, v), v, atol=1e-4)
+    assert torch.allclose(attention(-1000 * q.abs(), -1000 * k.abs(), v), v, atol=1e-4)
+
+
+@pytest.mark.parametrize("T", [1, 2, 3, 4, 5, 63, 64, 65, 130])
+def test_linear_attention_equals_its_quadratic_form(T):
+    assert torch.allclose(transformer.phi(torch.linspace(-5, 5, 50)), F.elu(torch.linspace(-5, 5, 50)) + 1)
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+        inputs = [torch.randn(2, 3, T, 5, dtype=dtype, generator=generator(i)).requires_grad_() for i in range(3)]
+        slow = transformer.linear_attention_quadratic(*inputs)
+        slow_grads = torch.autograd.grad(slow.square().sum(), inputs)
+        for chunk in (1, 4, 64, 1000):
+            fast = transformer.linear_attention(*inputs, chunk=chunk)
+            assert fast.dtype == dtype and (fast - slow).abs().max() <= tolerance
+            for a, b in zip(torch.autograd.grad(fast.square().sum(), inputs), slow_grads):
+                assert (a - b).abs().max() <= 10 * tolerance * max(1, b.abs().max())
+    assert transformer.linear_attention(*(z.bfloat16() for z in inputs)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("fields", ATTENTIONS, ids=str)
+def test_the_transformer_is_causal_bit_by_bit(fields):
+    for double in (True, False):
+        model, x = random_transformer(**fields, window=3, block=70), tokens(T=70)
+        model = model if double else model.float()
+        y = model(x)
+        assert y.shape == (2, 70, 3) and (y.exp().sum(-1) - 1).abs().max() < 1e-5
+        for t in (0, 1, 9, 63, 64, 69):
+            z = x.clone()
+            z[:, t] = (z[:, t] + 1) % 3
+            changed = model(z)
+            assert torch.equal(changed[:, :t], y[:, :t]) and (changed[:, t:] != y[:, t:]).any(-1).all()
+            assert (model(x[:, : t + 1])[:, t] - y[:, t]).abs().max() < (1e-12 if double else 1e-4)
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 5])
+def test_transformer_convolution_window(window):
+    weight, bias = torch.randn(5, window, generator=generator()), torch.randn(5, generator=generator(1))
+    u = torch.zeros(1, 8, 5)
+    u[0, 2] = 1  # an impulse comes out as the kernel, last weight first
+    out = transformer.causal_conv(u, weight)[0].T
+    assert torch.equal(out, F.pad(weight.flip(1), (2, 6 - window)))
+    u = torch.randn(2, 8, 5, generator=generator(2))
+    padded = F.pad(u, (0, 0, window - 1, 0))
+    assert torch.allclose(transformer.causal_conv(u, weight, bias), mambazero.causal_conv(padded, weight, bias), atol=1e-5)
+    for conv in ("q", "kv", "qkv"):
+        model = random_transformer(conv=conv, window=window)
+        assert model.attentions[0].conv_weight.shape == (6 * len(conv), window)
+        model(tokens()).square().sum().backward()
+        assert all(p.grad.any() for n, p in model.named_parameters() if "conv_weight" in n)
+    assert not any("conv" in n for n, _ in random_transformer(conv="none", window=window).named_parameters())
+
+
+@pytest.mark.parametrize("fields", ATTENTIONS, ids=str)
+def test_block_is_the_longest_sequence_and_generate_goes_beyond(fields):
+    model, x = random_transformer(**fields, std=1.0), tokens(T=13)
+    assert model(x[:, :12]).shape == (2, 12, 3)
+    with pytest.raises(ValueError, match="13 .* 12"):
+        model(x)
+    with pytest.raises(ValueError, match="0"):
+        model(x[:, :0])
+    out = model.generate(x[:, :5], 20, generator=generator())
+    assert out.shape == (2, 25) and torch.equal(out[:, :5], x[:, :5])
+    assert torch.equal(out, model.generate(x[:, :5], 20, generator=generator()))
+    assert not torch.equal(out, model.generate(x[:, :5], 20, generator=generator(1)))
+    greedy = model.generate(x, 6, temperature=0)  # the prompt is beyond block already
+    for t in range(13, 19):
+        assert torch.equal(greedy[:, t], model(greedy[:, t - 12 : t])[:, -1].argmax(-1))
+    assert torch.equal(model.generate(x, 0), x)
+    for bad in (dict(n=-1), dict(n=1, temperature=-1.0), dict(n=1, temperature=math.inf)):
+        with pytest.raises(ValueError):
+            model.generate(x, **bad)
+
+
+def test_sampled_tokens_follow_the_predictions():
+    model, x = random_transformer(std=1.0), tokens(1, 4).expand(20_000, -1)
+    for temperature in (1.0, 0.5):
+        drawn = F.one_hot(model.generate(x, 1, temperature, generator())[:, -1], 3).double().mean(0)
+        assert (drawn - (model(x[:1])[0, -1] / temperature).softmax(-1)).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("attention", ["softmax", "linear"])
+def test_dropout_only_in_training(attention):
+    model, x = random_transformer(dropout=0.5, attention=attention), tokens()
+    model.eval()
+    assert torch.equal(model(x), model(x))
+    model.train()
+    assert not torch.equal(model(x), model(x))
+    block = model.attentions[0]  # without the model's own dropout: that of the attention weights
+    u = torch.randn(2, 9, 6, dtype=torch.float64)
+    assert torch.equal(block(u), block(u)) == (attention == "linear")
+    block.eval()
+    assert torch.equal(block(u), block(u))
+
+
+@pytest.mark.parametrize("fields", ATTENTIONS, ids=str)
+def test_transformer_predictions_are_float32_under_autocast(fields):
+    torch.manual_seed(0)
+    model, x = Transformer(TransformerConfig(vocab=3, block=100, **fields)), tokens(T=100)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        low = model(x)
+        low.square().mean().backward()
+    assert low.dtype == model(x).dtype == torch.float32 and model.double()(x).dtype == torch.float64
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    assert (low - model(x)).abs().max() < 0.05 and not torch.equal(low.double(), model(x))
+
+
+def test_linear_attention_sums_in_float32_under_autocast():
+    q, k, v = torch.randn(3, 1, 1, 1000, 4, generator=generator()).bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        low = transformer.linear_attention(q, k, v)
+    exact = transformer.linear_attention_quadratic(q.double(), k.double(), v.double())
+    assert (low - exact).abs().max() < 2**-8 * exact.abs().max()  # no more than the last rounding
+
+
+def test_transformer_parameters_counted_by_hand():
+    count = lambda **f: sum(p.numel() for p in Transformer(TransformerConfig(vocab=3, d=4, layers=2, block=5, **f)).parameters())
+    norm, qkv, out, mlp = 4 + 4, 4 * 12 + 12, 4 * 4 + 4, 4 * 16 + 16 + 16 * 4 + 4
+    assert count() == 3 * 4 + 5 * 4 + 2 * (2 * norm + qkv + out + mlp) + norm + 4 * 3 == 540
+    assert count(heads=2) == 540 and count(attention="linear") == 540 and count(tie=True) == 540 - 12
+    assert count(bias=False) == 540 - 2 * (2 * 4 + 12 + 4 + 16 + 4) - 4
+    assert count(conv="qkv", window=3) == 540 + 2 * (12 * 3 + 12) and count(conv="k") == 540 + 2 * (4 * 2 + 4)
+    assert count(conv="k", bias=False) == count(bias=False) + 2 * 4 * 2
+
+
+def test_transformer_tied_head_is_one_tensor():
+    model = Transformer(TransformerConfig(tie=True, vocab=3, block=12))
+    for step in (lambda: None, lambda: model.load_state_dict(model.state_dict()), model.double, model.float):
+        step()
+        assert model.head.weight is model.embed.weight
+        assert model.head.weight.data_ptr() == model.embed.weight.data_ptr()
+    state = {n: p + 1 for n, p in model.state_dict().items()}
+    model.load_state_dict(state)
+    assert model.head.weight.data_ptr() == model.embed.weight.data_ptr() and torch.equal(model.embed.weight, state["head.weight"])
+    optimizer = train.make_optimizer(model, types.SimpleNamespace(weight_decay=0.1, lr=1e-3))
+    listed = [p.data_ptr() for group in optimizer.param_groups for p in group["params"]]
+    assert len(listed) == len(set(listed)) and listed.count(model.embed.weight.data_ptr()) == 1
+    untied = Transformer(TransformerConfig())
+    assert untied.head.weight.data_ptr() != untied.embed.weight.data_ptr()
+
+
+def test_transformer_initial_values():
+    torch.manual_seed(0)
+    model = Transformer(TransformerConfig(vocab=200, d=64, layers=8, conv="qkv", window=4, block=100))
+    for name, p in model.named_parameters():
+        if name.endswith("bias"):
+            assert not p.any()
+        elif "norms" in name:
+            assert (p == 1).all()
+        elif "conv_weight" in name:
+            assert 0.4 < p.abs().max() <= 0.5
+        else:
+            std = 0.02 / 4 if "out_proj" in name or name.endswith("2.weight") else 0.02
+            assert abs(p.std() / std - 1) < 0.05, name
+
+
+def test_transformer_rejects_bad_configurations():
+    with pytest.raises(ValueError, match="6, got 4"):
+        TransformerConfig(d=6, heads=4)
+    for bad in (dict(layers=0), dict(window=0), dict(block=0), dict(vocab=0), dict(d=0), dict(heads=0), dict(inputs=0),
+                dict(d=1.5), dict(conv="xbc"), dict(conv=""), dict(attention="relu"), dict(predict="l1"),
+                dict(dropout=1.0), dict(dropout=-0.1), dict(inputs=4, tie=True)):
+        with pytest.raises(ValueError, match=next(iter(bad)) if "tie" not in bad else "tie"):
+            TransformerConfig(**bad)
+
+
+def test_transformer_on_real_inputs_and_values():
+    model = random_transformer(inputs=4, vocab=1, predict="value")
+    u = torch.randn(2, 5, 4, dtype=torch.float64)
+    assert model(u).shape == (2, 5, 1) and model(u).dtype == torch.float64 and (model(u) != model(2 * u)).all()
+    assert Transformer(TransformerConfig(inputs=4, vocab=1, predict="value"))(u.float()).dtype == torch.float32
+    logits = random_transformer(predict="value")(tokens())
+    assert torch.allclose(logits.log_softmax(-1), random_transformer()(tokens()))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # train.py
 
 TINY = ["--steps", "10", "--batch", "4", "--length", "16", "--eval-every", "5"]
@@ -1003,7 +1222,8 @@ BAD = """--order 0 | --order -1 | --order 1.5 | --states 1 | --beta 0 | --beta n
 --window 0 | --layers 0 | --heads 0 | --heads 5 | --heads 4 --groups 3 | --conv abc | --act gelu | --predict l2 | --dropout 1 | --d 0
 --state -4 | --model gpt7 | --data nothing | --device tpu | --dtype int8 | --dtype float16 | --bogus 1 | --ord 2 | --order 60
 --states 1000000 --order 3 | --batch 1000000000000 | --length 100000000000 | --d 1000000 | --resume | --eval | --resume --eval --out x
---predict value | --resume --out nowhere | --eval --out nowhere | --order | stray""".replace("\n", " | ").split(" | ")
+--predict value | --model transformer --block 8 | --model transformer --state 4 | --model transformer --attention no
+--model transformer --heads 3 | --model mamba --attention linear | --resume --out nowhere | --eval --out nowhere | --order | stray""".replace("\n", " | ").split(" | ")
 
 
 @pytest.mark.parametrize("command", BAD)
@@ -1014,6 +1234,20 @@ def test_bad_input_is_one_line_and_exit_code_2(command, capsys):
     err = capsys.readouterr().err
     assert stop.value.code == 2 and err.count("\n") == 1 and err.startswith("train.py: error: "), err
     assert sorted(Path(".").rglob("*")) == before
+
+
+@pytest.mark.parametrize("extra", ["", "--attention linear --conv qkv", "--no-conv", "--block 40 --tie --no-bias --layers 2"])
+def test_the_transformer_trains_and_comes_back(extra, capsys):
+    metrics = run("--model", "transformer", "--steps", 2, "--batch", 2, "--length", 16, "--out", "a", *extra.split())
+    model = train.load_model("a")
+    assert isinstance(model, Transformer) and model.config.block == (40 if "block" in extra else 16)
+    assert math.isfinite(metrics["gap"]) and model.config.attention == ("linear" if "linear" in extra else "softmax")
+    assert run("--eval", "--out", "a")["val"] == metrics["val"]
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:  # positions that were never learned
+        run("--eval", "--out", "a", "--length", 41)
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and err.count("\n") == 1 and "41" in err and str(model.config.block) in err
 
 
 def test_runs_are_not_overwritten_or_changed(capsys):
@@ -1125,7 +1359,7 @@ def test_readme_training_commands(command):
         run(*command[1:], "--steps", "2", "--batch", "2", "--length", "16", "--eval-every", "1")
 
 
-@pytest.mark.parametrize("script", ["markov.py", "laplace.py", "ssm.py", "mambazero.py"])
+@pytest.mark.parametrize("script", ["markov.py", "laplace.py", "ssm.py", "mambazero.py", "transformer.py"])
 def test_demos_run_quickly_and_end_well(script):
     done = subprocess.run([sys.executable, str(HERE / script)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stderr == "" and len(done.stdout.splitlines()) >= 8

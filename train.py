@@ -38,6 +38,7 @@ import torch
 from tqdm import tqdm
 
 import mambazero
+import transformer
 from laplace import add_beta, bayes_loss
 from markov import sample_chain, sample_kernel, sample_switching
 
@@ -67,7 +68,7 @@ class MarkovData:
         self.pool_batches = max(1, min(self.pool, 2**30 // chain) // args.batch)
         # A state channel for each context can represent the optimum; with four times as many, training finds it.
         self.fields = dict(vocab=self.vocab, window=k + 1, d=max(16 if k == 1 else 32, 2 * S**k),
-                           state=max(16 if k == 1 else 32, 4 * S**k))
+                           state=max(16 if k == 1 else 32, 4 * S**k), block=args.length)
         self.drawn, self.chains = None, None  # number of the pool at hand, and its chains
         self.test = self.sample(self.held_out, stream(args.seed, "eval", 0, device))
         self.bayes = self.bayes_loss(self.test)
@@ -115,6 +116,7 @@ class MarkovData:
 
 DATA = {"markov": MarkovData}
 MODELS = {name: (mambazero.Mamba, mambazero.MambaConfig, preset) for name, preset in mambazero.PRESETS.items()}
+MODELS |= {name: (transformer.Transformer, transformer.TransformerConfig, p) for name, p in transformer.PRESETS.items()}
 
 
 def train(args, data, model, optimizer, scaler, start, out, device):
@@ -330,9 +332,12 @@ def folder(text):
 def model_fields():
     """name -> (dataclass field, its trailing comment), over all models; what the data decides is no flag."""
     found = {}
-    for _, Config, _ in MODELS.values():
+    for name, (_, Config, _) in MODELS.items():
         reasons = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(Config), re.M))
-        found |= {f.name: (f, reasons[f.name]) for f in dataclasses.fields(Config) if f.name not in ("vocab", "inputs")}
+        for f in dataclasses.fields(Config):
+            if f.name not in ("vocab", "inputs"):
+                known, text = found.get(f.name, (f, ""))[1], reasons[f.name]
+                found[f.name] = f, known if text in known else f"{known}; {name}: {text}" if known else text
     return found
 
 
@@ -378,8 +383,9 @@ def make_model(args, data):
     config = Config(**asked | preset | given)
     if config.predict == "value" and not config.inputs:
         raise ValueError("--predict value is for regression data; tokens need softmax or l1")
-    activations = 4 * args.batch * args.length * max(config.d * config.expand, config.state) * config.layers
-    weights = config.d * (config.d * config.expand + config.vocab + config.state + config.window) * config.layers
+    inner, state = config.d * getattr(config, "expand", 4), getattr(config, "state", 0)  # a transformer's MLP: 4d
+    activations = 4 * args.batch * args.length * max(inner, state) * config.layers
+    weights = config.d * (inner + config.vocab + state + config.window + getattr(config, "block", 0)) * config.layers
     if activations > 2**35 or weights > 2**31:
         raise ValueError(f"this model on {args.batch} x {args.length} tokens does not fit in memory; "
                          f"lower --batch, --length, --d, --expand, --state or --layers")
@@ -446,6 +452,8 @@ def main(argv=None):
             model = (model or make_model(args, data)).to(device)
             if model.config.vocab != data.fields["vocab"]:
                 raise ValueError(f"the model in {out} has {model.config.vocab} symbols, not {data.fields['vocab']}")
+            if args.length > getattr(model.config, "block", args.length):
+                raise ValueError(f"--length {args.length} is more than the model's --block {model.config.block}")
             if args.warmup is None:  # L1: the slow start lets the gradient choose, not its noise. Softmax: a fast one
                 args.warmup = 0.1 if model.config.predict == "l1" else 0.02  # learns order 3 to 3e-4, a slow one to 1e-2
             optimizer, scaler, start = make_optimizer(model, args), make_scaler(args, device), 0

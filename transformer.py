@@ -72,7 +72,7 @@ def phi(u):
 
 
 def linear_attention_quadratic(q, k, v):
-    """Linear attention as it is written: q, k, v (B, H, T, P) -> (B, H, T, P), with A in memory. The oracle."""
+    """Linear attention as it is written: q, k, v (B, H, T, P) -> (B, H, T, P), with A in memory. The reference."""
     A = (phi(q) @ phi(k).mT).tril()  # (B, H, T, T)
     return A @ v / A.sum(-1, keepdim=True)
 

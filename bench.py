@@ -35,7 +35,7 @@ import train
 from markov import sample_chain, sample_kernel
 from ssm import scan_chunked, scan_inside, scan_sequential
 
-SHAPES = [(64, 256, 1, 32, 16), (4, 2048, 8, 64, 64), (1, 8192, 8, 64, 128)]  # B, T, H, P, N; b and c shared by the heads
+SHAPES = [(64, 256, 1, 32, 16), (4, 2048, 8, 64, 64), (1, 8192, 8, 64, 128)]  # B, T, H, P, N; G = 1
 ROWS = []  # everything printed, for the JSON file
 
 
@@ -60,8 +60,8 @@ def row(section, name, **numbers):
 
 
 def listing_1(x, log_a, b, c, chunk):
-    """The form of the Mamba-2 paper's Listing 1, in our words: b and c copied to all heads, and every decay matrix, inside
-    and between chunks, the exponential of a cumulative sum masked row by row (Q x Q sums of Q terms)."""
+    """The form of the Mamba-2 paper's Listing 1, in our words: b and c copied to all heads, and every decay matrix,
+    inside and between chunks, the exponential of a cumulative sum masked row by row (Q x Q sums of Q terms)."""
     def segment_sum(v):  # (..., Q) -> (..., Q, Q)
         Q = v.shape[-1]
         lower = torch.ones(Q, Q, dtype=torch.bool, device=v.device).tril(-1)
@@ -70,7 +70,8 @@ def listing_1(x, log_a, b, c, chunk):
 
     (B, T, H, P), R = x.shape, x.shape[2] // b.shape[2]
     cut = lambda v: v.unflatten(1, (T // chunk, chunk))
-    x, b, c, log_a = cut(x), cut(b.repeat_interleave(R, 2)), cut(c.repeat_interleave(R, 2)), cut(log_a).permute(0, 3, 1, 2)
+    x, b, c = cut(x), cut(b.repeat_interleave(R, 2)), cut(c.repeat_interleave(R, 2))  # (B, K, Q, H, P or N)
+    log_a = cut(log_a).permute(0, 3, 1, 2)  # (B, H, K, Q)
     sums = log_a.cumsum(-1)  # (B, H, K, Q)
     y = torch.einsum("bkihn,bkjhn,bhkij,bkjhp->bkihp", c, b, segment_sum(log_a).exp(), x)
     states = torch.einsum("bkjhn,bhkj,bkjhp->bkhpn", b, (sums[..., -1:] - sums).exp(), x)
@@ -109,7 +110,7 @@ def rates(device):
 
 
 def floor_ms(shape, device, rate, bandwidth):
-    """Least time of forward+backward at the chunk length that needs the fewest FLOPs, each input and gradient moved once."""
+    """Least time of forward+backward: the chunk length with the fewest FLOPs, each input and gradient moved once."""
     B, T, H, P, N = shape
     flops = min(3 * 2 * B * T * H * (Q * P + Q * N / H + 2 * P * N) for Q in (1, 2, 4, 8, 16, 32, 64, 128))
     moved = 4 * B * T * (4 * H * P + 3 * H + 6 * N)
@@ -167,8 +168,8 @@ def peer_forms(device):
         from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 
         def mamba_ssm(x, log_a, b, c):  # its decay is exp(A dt): A = -1 and dt = -log_a, with x divided by dt
-            y = mamba_chunk_scan_combined(x / -log_a[..., None], -log_a, -torch.ones(x.shape[2], device=x.device), b, c, 64)
-            return y, None
+            A = -torch.ones(x.shape[2], device=x.device)
+            return mamba_chunk_scan_combined(x / -log_a[..., None], -log_a, A, b, c, 64), None
 
         found["mamba_ssm, Triton"] = mamba_ssm
     except ImportError:
@@ -201,10 +202,15 @@ def bench_train(device, peers):
         conv = lambda: causal_conv(u, block.conv_weight, block.conv_bias).sum().backward()
         scan_args = inputs((64, 256, 1, E, cfg.state), device)
         draw = lambda: data.sample(64 * data.pool_batches, train.stream(0, "bench", 0, device))
+
+        def update():
+            torch.nn.utils.clip_grad_norm_(params, 1.0)
+            optimizer.step()
+
         for p in params:
             p.grad = torch.zeros_like(p)
         parts = dict(scan=measure(both_ways(scan_chunked, scan_args), 9, device)[1], conv=measure(conv, 9, device)[1],
-                     clip_and_adamw=measure(lambda: (torch.nn.utils.clip_grad_norm_(params, 1.0), optimizer.step()), 9, device)[1],
+                     clip_and_adamw=measure(update, 9, device)[1],
                      data=measure(draw, 3, device)[1] / data.pool_batches)
         row("train", f"{preset}, parts in ms", **parts, rest=eager - sum(parts.values()))
         optimizer.zero_grad(set_to_none=True)
@@ -276,7 +282,8 @@ def bench_memory(device, peers):
             process.start()
             peak[form] = queue.get()
             process.join()
-        row("memory", f"{str(shape).replace(' ', '')}, peak MiB", **peak, ratio=peak["ours"] / peak["Listing 1, chunk 64"])
+        ratio = peak["ours"] / peak["Listing 1, chunk 64"]
+        row("memory", f"{str(shape).replace(' ', '')}, peak MiB", **peak, ratio=ratio)
 
 
 def main(argv=None):
@@ -285,24 +292,26 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.strip().splitlines()[0])
     parser.add_argument("sections", nargs="*", metavar="section", help=f"of {', '.join(sections)}; default all")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads; 1 gives ratios that hold on a shared machine")
-    parser.add_argument("--peers", action="store_true", help="also time flash-linear-attention and mamba_ssm, if installed")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads; 1: ratios hold on a shared machine")
+    parser.add_argument("--peers", action="store_true", help="also flash-linear-attention and mamba_ssm")
     parser.add_argument("--out", type=Path, default=None, help="JSON file (default results/bench_DEVICE.json)")
     args = parser.parse_args(argv)
     unknown = set(args.sections) - set(sections)
     if unknown or args.threads < 1 or (args.device == "cuda" and not torch.cuda.is_available()):
-        print("bench.py: error: " + (f"no section {', '.join(unknown)}; there are {', '.join(sections)}" if unknown else
-              "--threads must be at least 1" if args.threads < 1 else "--device cuda needs a CUDA device"), file=sys.stderr)
+        wrong = (f"no section {', '.join(unknown)}; there are {', '.join(sections)}" if unknown else
+                 "--threads must be at least 1" if args.threads < 1 else "--device cuda needs a CUDA device")
+        print(f"bench.py: error: {wrong}", file=sys.stderr)
         raise SystemExit(2)
     torch.set_num_threads(args.threads)
+    train.keep_freed_memory()  # for all forms alike
     machine = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or platform.machine()
     print(f"{machine}, {args.threads} threads, torch {torch.__version__}, {date.today()}")
     for name in args.sections or sections:
         sections[name](args.device, args.peers)
     out = args.out or Path(__file__).parent / "results" / f"bench_{args.device}.json"
     out.parent.mkdir(exist_ok=True)
-    out.write_text(json.dumps(dict(machine=machine, threads=args.threads, torch=torch.__version__, date=str(date.today()),
-                                   rows=ROWS), indent=1) + "\n", encoding="utf-8")
+    table = dict(machine=machine, threads=args.threads, torch=torch.__version__, date=str(date.today()), rows=ROWS)
+    out.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     print(f"written to {out}")
 
 

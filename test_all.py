@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import bench
 import mambazero
 import ssm
 import train
@@ -1307,6 +1308,26 @@ def test_checkpoints_of_compiled_runs_are_plain(monkeypatch):
     plain = Mamba(train.load_model("a").config)
     plain.load_state_dict(weights("a"), strict=True)
     assert torch.equal(plain(x), train.load_model("a")(x))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# bench.py
+
+
+def test_bench_compares_the_same_recurrence():
+    args = bench.inputs((2, 64, 4, 8, 8), "cpu")
+    for chunk in (16, 64):
+        assert close(bench.listing_1(*args, chunk), scan_chunked(*args), 1e-4)
+
+
+def test_bench_writes_its_table(capsys, tmp_path):
+    bench.main(["decode", "--out", str(tmp_path / "b.json")])
+    rows = json.loads((tmp_path / "b.json").read_text())["rows"]
+    assert [r["name"] for r in rows if r["section"] == "decode"] == ["batch 1", "batch 64"]
+    for wrong in (["nothing"], ["--threads", "0"]):
+        with pytest.raises(SystemExit) as stop:
+            bench.main(wrong)
+        assert stop.value.code == 2 and capsys.readouterr().err.count("\n") == 1
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -66,9 +66,9 @@ class MarkovData:
             raise ValueError(f"chains of length {args.length} with S^k = {S}^{k} contexts do not fit in memory; "
                              f"lower --order, --states, --length or --batch")
         self.pool_batches = max(1, min(self.pool, 2**30 // chain) // args.batch)
-        # A state channel for each context can represent the optimum; with four times as many, training finds it.
+        # A state channel for each context can represent the optimum; training finds it with four times as many, or 64.
         self.fields = dict(vocab=self.vocab, window=k + 1, d=max(16 if k == 1 else 32, 2 * S**k),
-                           state=max(16 if k == 1 else 32, 4 * S**k), block=args.length)
+                           state=max(16 if k == 1 else 64, 4 * S**k), block=args.length)
         self.drawn, self.chains = None, None  # number of the pool at hand, and its chains
         self.test = self.sample(self.held_out, stream(args.seed, "eval", 0, device))
         self.bayes = self.bayes_loss(self.test)

@@ -253,9 +253,9 @@ def _init_weights(model):
         block.delta_bias.copy_(delta.expm1().log())  # softplus of this is Delta
         if cfg.decay:
             block.a_log.zero_()
-        if block.conv_width:  # random biases too: after ReLU they are what makes one context's channels differ
+        if block.conv_width:
             nn.init.uniform_(block.conv_weight, -(cfg.window**-0.5), cfg.window**-0.5)
-            nn.init.uniform_(block.conv_bias, -(cfg.window**-0.5), cfg.window**-0.5)
+            nn.init.zeros_(block.conv_bias)
     if cfg.predict == "l1":
         # Everything positive: then all scores start on one side of the kink of |l|. Squares of normals spread wide, so
         # that two tokens look different from the start, which shortens the phase of counting without context.
@@ -268,7 +268,6 @@ def _init_weights(model):
             # nearly as good as counting what came after it, and a random head start decides for many a seed.
             if block.conv_width:
                 block.conv_weight.fill_(1 / cfg.window)
-                block.conv_bias.zero_()
             block.in_proj.weight.split(block.widths)[3].normal_(std=0.05)  # w_Delta: Delta_t starts nearly constant
         model.head.weight.normal_().square_().mul_(cfg.d**-0.5)
         model.embed.weight.normal_().square_().mul_(0.5)

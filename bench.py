@@ -118,6 +118,7 @@ def floor_ms(shape, device, rate, bandwidth):
 
 
 def bench_scan(device, peers):
+    """Our forms, Listing 1 and peers at each shape; the sequential loop; growth with T."""
     rate, bandwidth = rates(device)
     row("scan", "this machine", gflops=rate / 1e9, gbytes_per_s=bandwidth / 1e9)
     compiled = torch.compile(scan_inside, fullgraph=True)
@@ -178,6 +179,7 @@ def peer_forms(device):
 
 
 def bench_train(device, peers):
+    """A training step of each preset, eager and compiled, and what its parts take."""
     for preset in ("mambazero", "mamba"):
         args = train.make_parser().parse_args(["--model", preset])
         data = train.MarkovData(args, torch.device(device))
@@ -217,6 +219,7 @@ def bench_train(device, peers):
 
 
 def bench_data(device, peers):
+    """Tokens per second of the pooled sampler and of one multinomial draw per step."""
     g = torch.Generator(device).manual_seed(0)
     for k in (1, 3):
         P = sample_kernel(4096, 2, k, generator=g, device=device)
@@ -235,6 +238,7 @@ def bench_data(device, peers):
 
 
 def bench_decode(device, peers):
+    """Milliseconds per token of `step`, early and late in a sequence."""
     args = train.make_parser().parse_args(["--model", "mamba"])
     model = train.make_model(args, train.MarkovData(args, torch.device("cpu"))).to(device).eval()
     for B in (1, 64):
@@ -273,6 +277,7 @@ def _peak(form, shape, device, queue):
 
 
 def bench_memory(device, peers):
+    """Peak memory of one forward+backward, ours and Listing 1."""
     context = multiprocessing.get_context("spawn")
     for shape in SHAPES:
         peak = {}

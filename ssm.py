@@ -65,50 +65,90 @@ def scan_chunked(x, log_a, b, c, h0=None, chunk=None, inside=None):
     _check(x, log_a, b, c, h0)
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk must be at least 1, got {chunk}")
-    (B, T, H, P), (G, N), dtype = x.shape, b.shape[2:], x.dtype
-    Q = min(T, chunk or _chunk_length(P, N, x.device.type))
+    (B, T, H, P), (G, N), dtype, on_gpu = x.shape, b.shape[2:], x.dtype, x.device.type == "cuda"
+    Q = min(T, chunk or _chunk_length(P, N, on_gpu))
     with torch.autocast(x.device.type, enabled=False):  # autocast would round the products to half precision
         # Cut time into K chunks. The tail is padded with steps that do nothing: x = 0 and a = 1.
-        x, b, c = (_cut(v.to(_precise(dtype)), G, Q) for v in (x, b, c))  # (B, G, R, K, Q, P), twice (B, G, 1, K, Q, N)
-        log_a = _cut(log_a.to(_precise(dtype))[..., None], G, Q).squeeze(-1)  # (B, G, R, K, Q)
-        h0 = None if h0 is None else h0.to(x.dtype).view(B, G, H // G, P, N)
-        y, h = (inside or scan_inside)(x, log_a, b, c, h0)
-    y = y.flatten(3, 4)[..., :T, :].permute(0, 3, 1, 2, 4).reshape(B, T, H, P)
-    return y.to(dtype), h.reshape(B, H, P, N)
+        x, log_a, b, c = (_cut(v.to(_precise(dtype)), Q) for v in (x, log_a, b, c))  # each (B, K, Q, ..)
+        parts = x.unflatten(3, (G, -1)), log_a.unflatten(3, (G, -1)), b.transpose(2, 3), c.transpose(2, 3)
+        h = None if h0 is None else h0.to(x.dtype).unflatten(1, (G, -1)).permute(0, 1, 4, 2, 3)  # (B, G, N, R, P)
+        # A GPU takes all chunks at once; on a CPU what 256 tokens need stays in the cache.
+        ys, size = [], x.shape[1] if on_gpu else max(1, 256 // Q)
+        for part in zip(*(v.split(size, dim=1) for v in parts)):
+            y, h = (inside or scan_inside)(*part, h)
+            ys.append(y)
+        y = (ys[0] if len(ys) == 1 else torch.cat(ys, 1)).reshape(B, -1, H, P)[:, :T]
+    return y.to(dtype), h.permute(0, 1, 3, 4, 2).reshape(B, H, P, N)
 
 
 def scan_inside(x, log_a, b, c, h0=None):
     """The parallel scan itself, in four stages; Mamba-2 (Dao & Gu 2024), Section 6. R = H/G heads share b and c.
 
-    x (B, G, R, K, Q, P), log_a (B, G, R, K, Q), b and c (B, G, 1, K, Q, N), h0 (B, G, R, P, N) -> y like x, h like h0.
+    x (B, K, Q, G, R, P), log_a (B, K, Q, G, R), b and c (B, K, G, Q, N), h0 (B, G, N, R, P) -> y like x, h like h0.
+    Heads that share b and c stand side by side as the R P columns of one large product: few large products are faster
+    than many small ones.
     """
-    L, from_start, log_total = _decays(log_a)  # (.., Q, Q), (.., Q), (..)
+    R, P = x.shape[4:]
+    L, from_start = _decays(log_a.movedim(2, -1))  # (B, K, G, R, Q, Q), (B, K, G, R, Q)
+    to_end, total = L[..., -1, :], from_start[..., -1]
 
     # 1. Inside a chunk: y_i = sum_{j<=i} L_ij (c_i . b_j) x_j
-    y = (L * (c @ b.mT)) @ x  # (B, G, R, K, Q, P)
-    # 2. What a chunk adds to the state: sum_j L_Qj x_j b_j^T
-    added = (x * L[..., -1, :, None]).mT @ b  # (B, G, R, K, P, N)
+    y = (L * (c @ b.mT)[:, :, :, None]) @ x.permute(0, 1, 3, 4, 2, 5)  # (B, K, G, R, Q, P)
+    y = y.permute(0, 1, 4, 2, 3, 5)  # (B, K, Q, G, R, P)
+    # 2. What a chunk adds to the state: sum_j b_j (a_{j+1} ... a_Q x_j)^T
+    decayed = x * to_end.movedim(-1, 2)[..., None]  # (B, K, Q, G, R, P)
+    added = b.mT @ decayed.transpose(2, 3).flatten(4)  # (B, K, G, N, R P)
     # 3. The state that enters each chunk: the same recurrence, with a chunk for a step
-    if h0 is not None:  # as one more chunk in front
-        added = torch.cat([h0[:, :, :, None], added], dim=3)
-        log_total = F.pad(log_total, (1, 0))
-    h = _carry(added.flatten(-2), log_total).view_as(added)
-    final = log_total[..., -1, None, None].exp() * h[..., -1, :, :] + added[..., -1, :, :]  # (B, G, R, P, N)
-    h = h if h0 is None else h[..., 1:, :, :]
+    h, final = _carry(added.unflatten(4, (R, P)), total[:, :, :, None, :, None], h0)
     # 4. Its part of the output: y_i += a_1 ... a_i h c_i
-    y = y + from_start[..., None] * (c @ h.mT)
-    return y, final
+    read = (c @ h.flatten(4)).unflatten(4, (R, P)).transpose(2, 3)  # (B, K, Q, G, R, P)
+    return (from_start.movedim(-1, 2)[..., None] * read).add_(y), final
 
 
-def _cut(v, G, Q):
-    """(B, T, M, D) -> (B, G, M/G, K, Q, D), T padded with zeros to K Q."""
+GROUP = 16  # steps of one loop of _carry
+
+
+def _carry(added, a, h=None):
+    """The state before each of K steps of h_k = a_k h_{k-1} + added_k, and after the last; added (B, K, ..), h (B, ..).
+
+    Up to GROUP steps are one loop. More are cut into groups, and the states between the groups are the same problem
+    again, GROUP times shorter: a GPU needs one short loop at each of a few levels, over all groups at once.
+    """
+    K = added.shape[1]
+    h = torch.zeros_like(added[:, 0]) if h is None else h
+    if pad := -K % GROUP if K > GROUP or torch.compiler.is_compiling() else 0:  # compiled: one graph serves every K
+        pad = (0, 0) * (added.dim() - 2) + (0, pad)
+        added, a = F.pad(added, pad), F.pad(a, pad, value=1.0)
+    if added.shape[1] <= GROUP:
+        before, h = _steps(added, a, h, dim=1)
+        return before[:, :K], h
+    added, a = added.unflatten(1, (-1, GROUP)), a.unflatten(1, (-1, GROUP))  # (B, K/GROUP, GROUP, ..)
+    total, decay = added[:, :, 0], a[:, :, 0]  # what a group does to a state: h -> decay h + total
+    for added_j, a_j in list(zip(added.unbind(2), a.unbind(2)))[1:]:
+        total, decay = torch.addcmul(added_j, a_j, total), a_j * decay
+    before, h = _carry(total, decay, h)
+    return _steps(added, a, before, dim=2)[0].flatten(1, 2)[:, :K], h
+
+
+def _steps(added, a, h, dim):
+    """h before each step along dim, stacked there, and h after the last. Slices by unbind: indexing added[:, k] would
+    give each step a gradient of the size of all."""
+    before = []
+    for added_k, a_k in zip(added.unbind(dim), a.unbind(dim)):
+        before.append(h)
+        h = torch.addcmul(added_k, a_k, h)  # State recurrence, over chunks
+    return torch.stack(before, dim), h
+
+
+def _cut(v, Q):
+    """(B, T, ..) -> (B, K, Q, ..), T padded with zeros to K Q."""
     if pad := -v.shape[1] % Q:  # padding by 0 would copy
-        v = F.pad(v, (0, 0, 0, 0, 0, pad))
-    return v.unflatten(2, (G, -1)).unflatten(1, (-1, Q)).permute(0, 3, 4, 1, 2, 5)
+        v = F.pad(v, (0, 0) * (v.dim() - 2) + (0, pad))
+    return v.unflatten(1, (-1, Q))
 
 
 def _decays(log_a):
-    """From log_a (..., Q): L (..., Q, Q), from_start (..., Q) = a_1 ... a_i, and log_total (...) = log (a_1 ... a_Q).
+    """From log_a (.., Q): L (.., Q, Q) and from_start (.., Q) = a_1 ... a_i.
 
     L_ij = exp(sum of log_a over j+1..i), 0 above the diagonal: the mask comes before exp, since masking inf afterwards
     turns gradients into NaN. The sum is a difference of cumulative sums, which would lose decays of 1e-3 behind a reset
@@ -123,35 +163,14 @@ def _decays(log_a):
     above = torch.full((Q, Q), -math.inf, dtype=log_a.dtype, device=log_a.device).triu(1)
     L = (coarse[..., :, None] - coarse[..., None, :]).add_(above)
     L = (L + fine[..., :, None]).sub_(fine[..., None, :]).exp_()  # in place where autograd allows
-    log_from_start = coarse + fine
-    return L, log_from_start.exp(), log_from_start[..., -1]
+    return L, (coarse + fine).exp()
 
 
-def _carry(added, log_a, leaf=16):
-    """State (..., K, F) before each of K steps of h_k = a_k h_{k-1} + added_k, h = 0 at first; added (..., K, F).
-
-    Up to `leaf` steps are one product with the decay matrix. More are cut into groups of `leaf`, and the states between
-    the groups are the same problem again, `leaf` times shorter: linear work in log K levels, and no loop over K.
-    """
-    K = added.shape[-2]
-    if K > leaf:
-        if pad := -K % leaf:
-            added, log_a = F.pad(added, (0, 0, 0, pad)), F.pad(log_a, (0, pad))
-        added, log_a = added.unflatten(-2, (-1, leaf)), log_a.unflatten(-1, (-1, leaf))
-    L, from_start, log_total = _decays(log_a)
-    h = F.pad(L[..., :-1, :], (0, 0, 1, 0)) @ added  # one row down: the state before a step, not after
-    if K > leaf:
-        group = _carry((L[..., -1:, :] @ added).squeeze(-2), log_total, leaf)  # state before each group
-        h = h + F.pad(from_start[..., :-1], (1, 0), value=1.0)[..., None] * group[..., None, :]
-        h = h.flatten(-3, -2)[..., :K, :]
-    return h
-
-
-def _chunk_length(P, N, device):
-    """A power of two near where the Q x Q work inside chunks costs what the P x N states between them cost."""
-    if device == "cuda":
+def _chunk_length(P, N, on_gpu):
+    """A power of two in 16..64, larger for larger states: Q x Q work inside chunks against P x N work between them."""
+    if on_gpu:
         return 64  # large enough for the tensor cores
-    return max(16, 2 ** int(math.log2(P * N) / 2))
+    return min(64, max(16, 2 ** round(math.log2(P * N / 4) / 2)))  # sqrt(P N) / 2, the fastest where measured
 
 
 def _precise(dtype):

@@ -401,10 +401,27 @@ def test_final_state_is_differentiable():
 def test_no_extra_chunk_where_the_length_divides(monkeypatch):
     seen = []
     carry = ssm._carry
-    monkeypatch.setattr(ssm, "_carry", lambda added, *rest: seen.append(added.shape[3]) or carry(added, *rest))
+    monkeypatch.setattr(ssm, "_carry", lambda added, *rest: seen.append(added.shape[1]) or carry(added, *rest))
     scan_chunked(*random_inputs(T=8), chunk=4)
     scan_chunked(*random_inputs(T=9), chunk=4)
     assert seen == [2, 3]
+
+
+@pytest.mark.parametrize("K", [1, 16, 17, 300])
+def test_carry_over_groups_of_chunks_is_one_loop(K):
+    added = torch.randn(2, K, 3, 2, dtype=torch.float64, requires_grad=True)
+    a = torch.rand(2, K, 3, 1, dtype=torch.float64)
+    a[:, K // 2] = 0.0  # a reset
+    a.requires_grad_()
+    h0 = torch.randn(2, 3, 2, dtype=torch.float64, requires_grad=True)
+    slow = ssm._steps(added, a, h0, dim=1)
+    fast = ssm._carry(added, a, h0)
+    for u, v in zip(slow, fast):
+        assert torch.allclose(u, v, atol=1e-14, rtol=0)
+    weights = torch.randn_like(slow[0])
+    loss = lambda before, last: (before * weights).sum() + last.square().sum()
+    for u, v in zip(*(torch.autograd.grad(loss(*out), (added, a, h0)) for out in (slow, fast))):
+        assert torch.allclose(u, v, atol=1e-12, rtol=0)
 
 
 def test_half_precision_keeps_decay_and_state_in_float32():

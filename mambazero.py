@@ -112,7 +112,9 @@ class MambaBlock(nn.Module):
         """u (B, T, d), state as in init_state -> output (B, T, d), the state after the last token."""
         cfg, (B, T, _) = self.config, u.shape
         conv_state, h = self.init_state(B) if state is None else state
-        xbc, dt, *z = self.in_proj(u).split((self.E + 2 * self.GN,) + self.widths[3:], dim=-1)  # (B, T, E + 2GN), ...
+        # One product each: splitting one large product instead costs a copy of all its gradients
+        weights = self.in_proj.weight.split((self.E + 2 * self.GN,) + self.widths[3:])
+        xbc, dt, *z = (F.linear(u, weight) for weight in weights)  # (B, T, E + 2 G N), (B, T, H), (B, T, E) with a gate
 
         # Convolution: causal, one kernel of length w for each channel
         if self.conv_width:
@@ -155,7 +157,7 @@ def causal_conv(u, weight, bias):
         T = u.shape[1] - weight.shape[1] + 1
         return sum(u[:, i : i + T] * weight[:, i] for i in range(weight.shape[1])) + bias
     out = F.conv2d(u.transpose(1, 2)[:, :, None], weight[:, None, None], bias, groups=len(weight))
-    return out[:, :, 0].transpose(1, 2)
+    return out.squeeze(2).transpose(1, 2)
 
 
 class MLP(nn.Module):
@@ -163,13 +165,13 @@ class MLP(nn.Module):
 
     def __init__(self, d, act):
         super().__init__()
-        self.fc1 = nn.Linear(d, 8 * d, bias=False)  # W_1 and W_3 in one product
+        self.fc1 = nn.Linear(d, 8 * d, bias=False)  # W_1 above W_3
         self.fc2 = nn.Linear(4 * d, d, bias=False)
         self.act = F.silu if act == "silu" else F.relu
 
     def forward(self, u):
-        w1, w3 = self.fc1(u).chunk(2, dim=-1)
-        return self.fc2(self.act(w1) * w3)
+        w1, w3 = self.fc1.weight.chunk(2)
+        return self.fc2(self.act(F.linear(u, w1)) * F.linear(u, w3))
 
 
 class Mamba(nn.Module):

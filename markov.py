@@ -75,9 +75,9 @@ def sample_chain(P, T, generator=None):
     B, k = len(P), order_of(P)
     _check_generator(generator, P.device)
     u = torch.rand(T, B, generator=generator, device=P.device)  # (T, B): time first, a step of the walk is contiguous
-    kernel = torch.arange(B, device=P.device).expand(T, B)
+    first_row = (torch.arange(B, device=P.device) * P.shape[1]).expand(T, B)
     free = (torch.arange(T, device=P.device) < k)[:, None]  # (T, 1)
-    return _walk(P, kernel, free, u)
+    return _walk(P, first_row, free, u)
 
 
 def sample_switching(B, T, S, k, beta=1.0, p_switch=0.01, generator=None, device="cpu"):
@@ -100,29 +100,31 @@ def sample_switching(B, T, S, k, beta=1.0, p_switch=0.01, generator=None, device
     t = torch.arange(T, device=device)[:, None]  # (T, 1)
     last = torch.where(switch, t, -1).cummax(0).values  # (T, B) when the last switch was
     u = torch.rand(T, B, generator=generator, device=device)
-    x = _walk(P, kernel, t - last <= k, u)  # (B, T)
+    x = _walk(P, kernel * S**k, t - last <= k, u)  # (B, T)
     return x.masked_fill_(switch.T, S)  # Switching process
 
 
-def _walk(P, kernel, free, u):
-    """x (B, T): token t of sequence b is uniform where free (T, B or 1), else from P[kernel[t, b]] given the last k.
+def _walk(P, first_row, free, u):
+    """x (B, T): token t of sequence b is uniform where free (T, B or 1), else from its kernel given the last k tokens.
 
-    Inverse of the cumulative distribution at u (T, B): the token is the number of edges at or below u. Kernels and
-    contexts are one flat table, so a step is one gather for the whole batch.
+    Inverse of the cumulative distribution at u (T, B): the token is the number of edges at or below u. Kernels P and
+    contexts are one flat table of rows, so a step is one gather for the whole batch; first_row (T, B) is where the
+    kernel that rules a token begins.
     """
     (R, C, S), (T, B) = P.shape, u.shape
     edges = P.cumsum(-1)
     edges = (edges / edges[..., -1:])[..., :-1].reshape(R * C, S - 1)  # a symbol of probability 0 is an empty interval
-    base = kernel * C  # (T, B)
+    edges = edges[:, 0] if S == 2 else edges
     oldest_out = torch.arange(C, device=P.device) * S % C  # a table, since integer division is the slowest step here
-    x = (u * S).long()  # (T, B) uniform draws, replaced where the chain decides
+    x = torch.empty(T, B, dtype=torch.long, device=P.device)
     c = torch.zeros(B, dtype=torch.long, device=P.device)  # context index of each sequence
     for t, share in enumerate(free.float().mean(1).tolist()):
         if share < 1:  # Order-k chain
-            above = u[t, :, None] >= edges[base[t] + c]  # (B, S-1)
-            chained = above[:, 0] if S == 2 else above.sum(-1)
-            x[t] = chained if share == 0 else torch.where(free[t], x[t], chained.long())
-        c = oldest_out[c] + x[t] if C > 1 else c
+            edge = edges.index_select(0, first_row[t] + c)  # (B, S-1), or (B,) for two symbols
+            x[t] = u[t] >= edge if S == 2 else (u[t, :, None] >= edge).sum(-1)
+        if share > 0:
+            x[t] = torch.where(free[t], (u[t] * S).long(), x[t])
+        c = x[t] if C == S else oldest_out.index_select(0, c) + x[t] if C > 1 else c
     return x.T.contiguous()
 
 

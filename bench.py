@@ -1,11 +1,11 @@
 """
 Speed and memory, measured in one run beside the alternatives.
 
-    achieved / floor,   floor = max(FLOPs / matmul rate, bytes / copy bandwidth)         # Roofline
+    time / floor,   floor = max(FLOPs / matmul rate, bytes / copy bandwidth)             # Roofline
 
-Both rates are measured here, on this machine. Times are medians of the repeats stated, after a warm-up whose time (with
-compilation, where there is any) stands in its own column; forward and forward+backward apart. Compare ratios between
-rows of one run, not milliseconds between machines.
+Both rates are measured here, on this machine. Alternatives take turns, 5 to 15 rounds; the median and the best are
+kept, the first call (with compilation, where there is any) apart; ratios are of best times. Compare ratios within one
+run, not milliseconds between machines.
 
 Sections:
     scan     ssm.py's forms against the Mamba-2 paper's Listing 1 at three shapes, and linear growth with T
@@ -32,6 +32,7 @@ import torch
 import torch.nn.functional as F
 
 import train
+from mambazero import causal_conv
 from markov import sample_chain, sample_kernel
 from ssm import scan_chunked, scan_inside, scan_sequential
 
@@ -39,17 +40,22 @@ SHAPES = [(64, 256, 1, 32, 16), (4, 2048, 8, 64, 64), (1, 8192, 8, 64, 128)]  # 
 ROWS = []  # everything printed, for the JSON file
 
 
-def measure(f, repeats=7, device="cpu"):
-    """(milliseconds of the first call, median of the repeats) of f(), the device synchronised around each."""
-    def once():
+def compare(forms, repeats=7, device="cpu"):
+    """{name: (ms of the first call, median, best)} of the functions in forms {name: f}, `repeats` rounds over all of
+    them, so that a busy moment of the machine meets each alike; the device is synchronised around each call."""
+    def once(f):
         start = time.perf_counter()
         f()
         if device == "cuda":
             torch.cuda.synchronize()
         return 1e3 * (time.perf_counter() - start)
 
-    first = once()
-    return first, statistics.median(once() for _ in range(repeats))
+    first = {name: once(f) for name, f in forms.items()}
+    for f in forms.values():
+        once(f)
+    times = [{name: once(f) for name, f in forms.items()} for _ in range(repeats)]
+    return {name: (first[name], statistics.median(t[name] for t in times), min(t[name] for t in times))
+            for name in forms}
 
 
 def row(section, name, **numbers):
@@ -100,13 +106,12 @@ def both_ways(f, args):
 
 
 def rates(device):
-    """(FLOP/s of a large float32 product, bytes/s of a large copy) on this device."""
+    """(FLOP/s of a large float32 product, bytes/s of a large copy) on this device, at best."""
     a = torch.randn(1024, 1024, device=device)
     big = torch.randn(2**25, device=device)
     out = torch.empty_like(big)
-    product = measure(lambda: a @ a, 9, device)[1] / 1e3
-    copy = measure(lambda: out.copy_(big), 9, device)[1] / 1e3
-    return 2 * 1024**3 / product, 2 * 4 * 2**25 / copy
+    best = compare(dict(product=lambda: a @ a, copy=lambda: out.copy_(big)), 9, device)
+    return 1e3 * 2 * 1024**3 / best["product"][2], 1e3 * 2 * 4 * 2**25 / best["copy"][2]
 
 
 def floor_ms(shape, device, rate, bandwidth):
@@ -121,35 +126,35 @@ def bench_scan(device, peers):
     """Our forms, Listing 1 and peers at each shape; the sequential loop; growth with T."""
     rate, bandwidth = rates(device)
     row("scan", "this machine", gflops=rate / 1e9, gbytes_per_s=bandwidth / 1e9)
-    compiled = torch.compile(scan_inside, fullgraph=True)
     for shape in SHAPES:
+        torch._dynamo.reset()
         args, name = inputs(shape, device), str(shape).replace(" ", "")
-        floor = floor_ms(shape, device, rate, bandwidth)
+        compiled = torch.compile(scan_inside, fullgraph=True)
         forms = {f"Listing 1, chunk {Q}": lambda *a, Q=Q: listing_1(*a, Q) for Q in (32, 64, 128, 256)}
         forms |= {"chunked, eager": scan_chunked, "chunked, compiled": lambda *a: scan_chunked(*a, inside=compiled)}
-        if peers:
-            forms |= peer_forms(device)
-        y0, best = scan_chunked(*args)[0], None
-        for label, f in forms.items():
+        forms |= peer_forms(device) if peers else {}
+        y0, difference = scan_chunked(*args)[0], {}
+        for label, f in list(forms.items()):
             try:
-                error = ((f(*args)[0] - y0).abs().max() / y0.abs().max()).item()
-                _, forward = measure(lambda: f(*args), 5, device)
-                first, total = measure(both_ways(f, args), 5, device)
-            except Exception as failure:
+                difference[label] = ((f(*args)[0] - y0).abs().max() / y0.abs().max()).item()
+            except Exception as failure:  # a peer, or a machine without a compiler
                 row("scan", f"{name} {label}", failed=str(failure).strip().splitlines()[0][:60])
-                continue
-            if label.startswith("Listing"):
-                best = min(best or total, total)
-            row("scan", f"{name} {label}", first_ms=first, forward_ms=forward, total_ms=total, over_floor=total / floor,
-                speedup=best / total, difference=error)
+                del forms[label]
+        forward = compare({label: lambda f=f: f(*args) for label, f in forms.items()}, 5, device)
+        total = compare({label: both_ways(f, args) for label, f in forms.items()}, 9, device)
+        listing = min(total[f"Listing 1, chunk {Q}"][2] for Q in (64, 128, 256))
+        for label, (first, median, best) in total.items():
+            row("scan", f"{name} {label}", first_ms=first, forward_ms=forward[label][2], median_ms=median, best_ms=best,
+                over_floor=best / floor_ms(shape, device, rate, bandwidth), speedup=listing / best,
+                difference=difference[label])
     args = inputs((1, 512, 1, 16, 16), device)
-    row("scan", "sequential, T=512", total_ms=measure(both_ways(scan_sequential, args), 3, device)[1])
-    row("scan", "chunked, T=512", total_ms=measure(both_ways(scan_chunked, args), 7, device)[1])
-    before = None
-    for T in (1024, 2048, 4096, 8192, 16384):
-        _, ms = measure(both_ways(scan_chunked, inputs((1, T, 4, 64, 64), device)), 5, device)
-        row("scan", f"growth, T={T}", total_ms=ms, ratio=ms / before if before else 1.0)
-        before = ms
+    forms = {"sequential": scan_sequential, "chunked": scan_chunked}
+    for label, times in compare({label: both_ways(f, args) for label, f in forms.items()}, 5, device).items():
+        row("scan", f"T=512, {label}", median_ms=times[1], best_ms=times[2])
+    lengths = {T: both_ways(scan_chunked, inputs((1, T, 4, 64, 64), device)) for T in (1024, 2048, 4096, 8192, 16384)}
+    times = compare(lengths, 7, device)
+    for T in lengths:
+        row("scan", f"growth, T={T}", best_ms=times[T][2], ratio=times[T][2] / times[T // 2][2] if T > 1024 else 1.0)
 
 
 def peer_forms(device):
@@ -185,37 +190,30 @@ def bench_train(device, peers):
         data = train.MarkovData(args, torch.device(device))
         model = train.make_model(args, data).to(device)
         optimizer = train.make_optimizer(model, args)
-        params, x = list(model.parameters()), data.batch(0)
+        params, x, fast = list(model.parameters()), data.batch(0), torch.compile(model)
+        block, cfg = model.blocks[0], model.config
+        u = torch.randn(64, 257, block.conv_width, device=device, requires_grad=True)
+        scan_args = inputs((64, 256, 1, block.E, cfg.state), device)
+
+        def update():
+            torch.nn.utils.clip_grad_norm_(params, args.clip)
+            optimizer.step()
 
         def step(forward):
             data.loss(forward, x).backward()
-            torch.nn.utils.clip_grad_norm_(params, args.clip)
-            optimizer.step()
+            update()
             optimizer.zero_grad(set_to_none=True)
 
-        _, eager = measure(lambda: step(model), 15, device)
-        first, compiled = measure(lambda: step(fast), 15, device) if (fast := torch.compile(model)) else (0, 0)
-        row("train", f"{preset}, B=64 T=256 d=16, step", eager_ms=eager, compiled_ms=compiled, compile_s=first / 1e3)
-        block, cfg = model.blocks[0], model.config
-        E, N = block.E, block.GN
-        u = torch.randn(64, 257, E + 2 * N, device=device, requires_grad=True)
-        from mambazero import causal_conv
-
+        pool = lambda: data.sample(64 * data.pool_batches, train.stream(0, "bench", 0, device))
         conv = lambda: causal_conv(u, block.conv_weight, block.conv_bias).sum().backward()
-        scan_args = inputs((64, 256, 1, E, cfg.state), device)
-        draw = lambda: data.sample(64 * data.pool_batches, train.stream(0, "bench", 0, device))
-
-        def update():
-            torch.nn.utils.clip_grad_norm_(params, 1.0)
-            optimizer.step()
-
+        times = compare({"eager": lambda: step(model), "compiled": lambda: step(fast), "pool": pool}, 15, device)
         for p in params:
             p.grad = torch.zeros_like(p)
-        parts = dict(scan=measure(both_ways(scan_chunked, scan_args), 9, device)[1], conv=measure(conv, 9, device)[1],
-                     clip_and_adamw=measure(update, 9, device)[1],
-                     data=measure(draw, 3, device)[1] / data.pool_batches)
-        row("train", f"{preset}, parts in ms", **parts, rest=eager - sum(parts.values()))
-        optimizer.zero_grad(set_to_none=True)
+        parts = compare(dict(scan=both_ways(scan_chunked, scan_args), conv=conv, clip_and_adamw=update), 15, device)
+        row("train", f"{preset}, ms a step, best", eager=times["eager"][2], compiled=times["compiled"][2],
+            compile_s=times["compiled"][0] / 1e3, data=times["pool"][2] / data.pool_batches)
+        parts = {name: part[2] for name, part in parts.items()}
+        row("train", f"{preset}, of which", **parts, rest=times["eager"][2] - sum(parts.values()))
 
 
 def bench_data(device, peers):
@@ -231,64 +229,58 @@ def bench_data(device, peers):
                 token = torch.multinomial(rows[base + context], 1, generator=g)[:, 0]
                 context = (2 * context + token) % 2**k
 
-        _, slow = measure(naive, 5, device)
-        _, pooled = measure(lambda: sample_chain(P, 257, g), 5, device)
-        slow, pooled = 64 * 257 / slow / 1e3, 4096 * 257 / pooled / 1e3
+        times = compare(dict(slow=naive, pooled=lambda: sample_chain(P, 257, g)), 9, device)
+        slow, pooled = 64 * 257 / times["slow"][2] / 1e3, 4096 * 257 / times["pooled"][2] / 1e3
         row("data", f"order {k}, million tokens/s", multinomial=slow, pooled=pooled, ratio=pooled / slow)
 
 
+@torch.no_grad()
 def bench_decode(device, peers):
     """Milliseconds per token of `step`, early and late in a sequence."""
     args = train.make_parser().parse_args(["--model", "mamba"])
     model = train.make_model(args, train.MarkovData(args, torch.device("cpu"))).to(device).eval()
+
+    def steps(x, state):
+        for t in range(50):
+            _, state = model.step(x[:, t], state)
+
     for B in (1, 64):
         x = torch.randint(2, (B, 8192), device=device)
-        with torch.no_grad():
-            ms = {}
-            for position in (128, 8192):
-                _, state = model.prefill(x[:, :position])
-
-                def steps():
-                    s = state
-                    for t in range(50):
-                        _, s = model.step(x[:, t], s)
-
-                ms[position] = measure(steps, 9, device)[1] / 50
-        row("decode", f"batch {B}", ms_at_128=ms[128], ms_at_8192=ms[8192], ratio=ms[8192] / ms[128],
-            tokens_per_s=1e3 * B / ms[8192])
+        states = {position: model.prefill(x[:, :position])[1] for position in (128, 8192)}
+        times = compare({p: lambda s=s: steps(x, s) for p, s in states.items()}, 9, device)
+        early, late = times[128][2] / 50, times[8192][2] / 50
+        row("decode", f"batch {B}", ms_at_128=early, ms_at_8192=late, ratio=late / early, tokens_per_s=1e3 * B / late)
 
 
-def _peak(form, shape, device, queue):
+def _peak(form, device, queue):
     """In a process of its own: peak memory of one forward+backward above what stood before, in MiB."""
-    import resource
-
     torch.set_num_threads(1)
     f = scan_chunked if form == "ours" else lambda *a: listing_1(*a, 64)
     both_ways(f, inputs((1, 128, 1, 4, 4), device))()  # libraries loaded
-    args = inputs(shape, device)
-    if device == "cuda":
-        before = torch.cuda.memory_allocated()
-        both_ways(f, args)()
-        queue.put((torch.cuda.max_memory_allocated() - before) / 2**20)
-    else:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        both_ways(f, args)()
-        queue.put((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10)
+    args = inputs(SHAPES[-1], device)
+
+    def now():
+        if device == "cuda":
+            return torch.cuda.max_memory_allocated() / 2**20
+        status = Path("/proc/self/status").read_text()  # Linux; getrusage would count the parent's peak
+        return int(status.split("VmHWM:")[1].split()[0]) / 2**10
+
+    before = now()
+    both_ways(f, args)()
+    queue.put(now() - before)
 
 
 def bench_memory(device, peers):
-    """Peak memory of one forward+backward, ours and Listing 1."""
-    context = multiprocessing.get_context("spawn")
-    for shape in SHAPES:
-        peak = {}
-        for form in ("Listing 1, chunk 64", "ours"):
-            queue = context.Queue()
-            process = context.Process(target=_peak, args=(form, shape, device, queue))
-            process.start()
-            peak[form] = queue.get()
-            process.join()
-        ratio = peak["ours"] / peak["Listing 1, chunk 64"]
-        row("memory", f"{str(shape).replace(' ', '')}, peak MiB", **peak, ratio=ratio)
+    """Peak memory of one forward+backward at the last shape, ours and Listing 1."""
+    context, peak = multiprocessing.get_context("spawn"), {}
+    for form in ("Listing 1, chunk 64", "ours"):
+        queue = context.Queue()
+        process = context.Process(target=_peak, args=(form, device, queue))
+        process.start()
+        peak[form] = queue.get()
+        process.join()
+    name = f"{str(SHAPES[-1]).replace(' ', '')}, peak MiB"
+    row("memory", name, **peak, ratio=peak["ours"] / peak["Listing 1, chunk 64"])
 
 
 def main(argv=None):

@@ -116,7 +116,10 @@ def _carry(added, a, h=None):
     """
     K = added.shape[1]
     h = torch.zeros_like(added[:, 0]) if h is None else h
-    if pad := -K % GROUP if K > GROUP or torch.compiler.is_compiling() else 0:  # compiled: one graph serves every K
+    size = GROUP if K > GROUP else K
+    if torch.compiler.is_compiling() and K < GROUP:  # powers of two: a handful of graphs serves every K
+        size = next(n for n in (1, 2, 4, 8, 16) if n >= K)
+    if pad := -K % size:
         pad = (0, 0) * (added.dim() - 2) + (0, pad)
         added, a = F.pad(added, pad), F.pad(a, pad, value=1.0)
     if added.shape[1] <= GROUP:

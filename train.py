@@ -30,6 +30,7 @@ import os
 import random
 import re
 import shlex
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -144,7 +145,7 @@ def train(args, data, model, optimizer, scaler, start, out, device):
                 raise SystemExit(f"train.py: the loss is not finite at step {bad}; a lower --lr may help"
                                  + (f"; the last good checkpoint is in {out}" if (out / "model.pt").exists() else ""))
             log(out, metrics)
-            save(out, model, optimizer, scaler, step)
+            save(out, model, optimizer, scaler, step, args.keep)
             bar.write(line(metrics, args.steps), file=sys.stdout)
             bar.set_postfix(loss=f"{metrics['train']:.4f}", gap=f"{metrics['gap']:+.4f}")
             losses, clock = [], time.perf_counter()
@@ -195,8 +196,12 @@ def learning_rate(step, args):
 
 
 def settle(args, config):
-    """The default that depends on the prediction, as measured: a slow start brought more L1 seeds below 1e-4, but left
-    softmax at order 3, seed 0, at a gap of 1e-2 where a fast one reached 3e-4."""
+    """The defaults that depend on the model, as measured: a slow start brought more L1 seeds below 1e-4, but left
+    softmax at order 3, seed 0, at a gap of 1e-2 where a fast one reached 3e-4. Two transformer layers (order 1, seed 0)
+    end at 3.5e-2 with Mamba's lr and clip, at 4.5e-3 with their own, at 5.9e-3 with 3e-3 and at 3.0e-2 with 1e-3."""
+    attention = args.model in transformer.PRESETS
+    args.lr = args.lr or (1e-2 if attention else 2e-2)
+    args.clip = args.clip or (1.0 if attention else 0.1)
     if args.warmup is None:
         args.warmup = 0.1 if config.predict == "l1" else 0.02
 
@@ -224,11 +229,13 @@ def compiled(model, data, amp):
         return model
 
 
-def save(out, model, optimizer, scaler, step):
+def save(out, model, optimizer, scaler, step, keep=False):
     """model.pt, written under another name and renamed: a crash while writing leaves the previous one."""
     state = dict(model=model.state_dict(), optimizer=optimizer.state_dict(), scaler=scaler.state_dict(), step=step)
     torch.save(state, out / "model.pt.tmp")
     os.replace(out / "model.pt.tmp", out / "model.pt")
+    if keep:
+        shutil.copy(out / "model.pt", out / f"model-{step}.pt")
 
 
 def write(path, text):
@@ -250,11 +257,11 @@ def line(metrics, steps):
             f"gap {m['gap']:+.4f} | {m['ms_per_step']:.0f} ms/step")
 
 
-def load_checkpoint(out):
-    """The contents of out/model.pt and out/config.json. Raises ValueError if either is missing or damaged."""
+def load_checkpoint(out, name="model.pt"):
+    """The contents of out/name and out/config.json. Raises ValueError if either is missing or damaged."""
     try:
         config = json.loads((out / "config.json").read_text(encoding="utf-8"))
-        checkpoint = torch.load(out / "model.pt", map_location="cpu", weights_only=True)
+        checkpoint = torch.load(out / name, map_location="cpu", weights_only=True)
         model = MODELS[config["args"]["model"]][0](MODELS[config["args"]["model"]][1](**config["model"]))
         model.load_state_dict(checkpoint["model"])
         assert isinstance(checkpoint["step"], int) and {"steps", "eval_every"} <= config["args"].keys()
@@ -262,13 +269,14 @@ def load_checkpoint(out):
     except FileNotFoundError as error:
         raise ValueError(f"{out} holds no run: {Path(error.filename).name} is missing") from None
     except Exception as error:
-        raise ValueError(f"{out}: model.pt or config.json is damaged ({type(error).__name__}); restore it or start "
+        raise ValueError(f"{out}: {name} or config.json is damaged ({type(error).__name__}); restore it or start "
                          f"another run") from None
 
 
-def load_model(out):
-    """The trained model of a run folder, on the CPU, in eval mode. Raises ValueError if there is none."""
-    return load_checkpoint(Path(out))[0].eval()
+def load_model(out, step=None):
+    """The trained model of a run folder, on the CPU, in eval mode; with --keep also that of an earlier evaluation.
+    Raises ValueError if there is none."""
+    return load_checkpoint(Path(out), "model.pt" if step is None else f"model-{step}.pt")[0].eval()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -299,11 +307,11 @@ def make_parser():
     g.add_argument("--steps", type=int, default=1000, help="updates")
     g.add_argument("--batch", type=int, default=64, help="sequences per micro-batch")
     g.add_argument("--accumulate", type=int, default=1, help="micro-batches per update")
-    g.add_argument("--lr", type=float, default=2e-2, help="peak learning rate")
+    g.add_argument("--lr", type=float, default=None, help="peak learning rate (default: 2e-2; transformer: 1e-2)")
     g.add_argument("--warmup", type=float, default=None,
                    help="share of the steps with rising learning rate (default: 0.1 for L1, 0.02 for softmax)")
     g.add_argument("--weight-decay", type=float, default=1e-3, help="AdamW's, on matrices only")
-    g.add_argument("--clip", type=float, default=0.1, help="largest gradient norm")
+    g.add_argument("--clip", type=float, default=None, help="largest gradient norm (default: 0.1; transformer: 1)")
     g.add_argument("--seed", type=int, default=0, help="of weights, data and evaluation")
     g = p.add_argument_group("the run")
     g.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is one")
@@ -313,6 +321,8 @@ def make_parser():
     g.add_argument("--threads", type=int, default=1, help="CPU threads of PyTorch")
     g.add_argument("--out", type=folder, default=None, help="run folder (default: out/DATA-MODEL-ORDER-SEED, numbered)")
     g.add_argument("--eval-every", type=int, default=100, help="steps between evaluations, each with a checkpoint")
+    g.add_argument("--keep", action=argparse.BooleanOptionalAction, default=False,
+                   help="keep every checkpoint, also as model-STEP.pt")
     only = g.add_mutually_exclusive_group()
     only.add_argument("--resume", action="store_true", help="continue the run in --out")
     only.add_argument("--eval", action="store_true", help="only evaluate the run in --out, also on other data")
@@ -361,10 +371,10 @@ def check(args):
         ("steps", 0 <= a.steps <= 10**9, "between 0 and 10^9"),
         ("batch", 1 <= a.batch <= 10**9, "between 1 and 10^9"),
         ("accumulate", 1 <= a.accumulate <= 10**6, "between 1 and 10^6"),
-        ("lr", finite(a.lr) and a.lr > 0, "a positive number"),
+        ("lr", a.lr is None or finite(a.lr) and a.lr > 0, "a positive number"),
         ("warmup", a.warmup is None or 0 <= a.warmup <= 1, "between 0 and 1"),
         ("weight_decay", finite(a.weight_decay) and a.weight_decay >= 0, "a number of at least 0"),
-        ("clip", a.clip > 0, "a positive number"),
+        ("clip", a.clip is None or a.clip > 0, "a positive number"),
         ("threads", 1 <= a.threads <= 1024, "between 1 and 1024"),
         ("eval_every", a.eval_every >= 1, "at least 1"),
     ]:
@@ -415,7 +425,8 @@ def run_folder(args):
     return out
 
 
-FREE = {"steps", "eval_every", "device", "threads", "compile", "out", "resume", "eval"}  # may differ in a resumed run
+# What may differ in a resumed run.
+FREE = {"steps", "eval_every", "keep", "device", "threads", "compile", "out", "resume", "eval"}
 
 
 def parse(argv):

@@ -1,0 +1,495 @@
+"""
+Every figure and table of the Markov part, and five questions that the paper leaves open: run, measure, draw.
+
+A figure is three things, all visible below: a line of RUNS (how many seeds, what is measured on a finished run, and the
+flags of train.py that make each run), a measurement, and a function of the figure's name, which arranges the numbers in
+panels. Pictures and tables are made from the same panels. A run is its flags and its seed: figures share runs.
+
+    distance = mean over chains and t >= k of |P_model(1) - P_beta(1)|                # L1 distance
+    gap_t    = mean of KL(P_beta || P_model) at t: the expected loss beyond the optimum    # Gap by position
+    logits_t = unit (sum_ij n_ij u_ij(x_t) + beta vector), u_ij(l) = W_l W_o x~(ij) b(ij)^T c(l) / unit    # Readout
+    d p     >= 2^k (1 - 3 eps) log2(1 / eps)                                          # Theorem 2
+
+Glossary:
+    line, x      which curve of a figure a run belongs to, and where on its axis    row: a line, an x, a value per seed
+    i, j, l      the token before, the token written, the token at which is read; n_ij counts transitions
+    unit         what one counted successor adds to its logit; at the optimum u_ij(l) is e_j if i = l, otherwise 0
+    exact        rows with these flags are not trained: the models of mambazero.py whose weights were set by hand
+
+results/ID.json has flags, seeds and numbers, results/ID.png the picture; the runs are folders in out/figures.
+
+Run me:     python figures.py fig1b        (from results/fig1b.json; --run makes what is missing, --list tells the cost)
+Change me:  a new figure is a line of RUNS and a function of that name, with its claim as docstring, in FIGURES.
+"""
+
+import argparse
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+import train
+from laplace import add_beta
+from mambazero import laplace_any_order, laplace_switching
+from markov import sample_chain, sample_kernel, sample_switching
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Measurements: what is read off a finished run. `run` has model, args, folder and log (its evaluations).
+
+
+def chains(run, n, length=None, **other):
+    """n chains that no run was trained or evaluated on, always the same ones: (n, length or the run's own T)."""
+    a, g = SimpleNamespace(**vars(run.args) | other), train.stream(0, "figures")
+    length = length or a.length
+    if a.switch:
+        return sample_switching(n, length, a.states, a.order, a.beta, a.switch, g)
+    return sample_chain(sample_kernel(n, a.states, a.order, a.beta, g, "cpu", *a.prior), length, g)
+
+
+def probabilities(run, x, beta=None):
+    """P_model and P_beta of the next token, (n, T, V) each; beta: that of the run unless given."""
+    a = run.args
+    best = add_beta(x, a.states, a.order, beta or a.beta, a.switch or None)
+    return torch.cat([run.model(part).exp() for part in x.split(max(1, 2**16 // x.shape[1]))]), best
+
+
+def gap(run):
+    """|gap| at the end, nats."""
+    return abs(run.log[-1]["gap"])
+
+
+def relative_gap(run):
+    """|gap| at the end: in nats, and as a share of the optimum's loss."""
+    return dict(nats=gap(run), share=gap(run) / run.log[-1]["bayes"])
+
+
+def gap_curve(run):
+    """|gap| at every evaluation."""
+    return dict(step=[e["step"] for e in run.log], gap=[abs(e["gap"]) for e in run.log])
+
+
+def distance(run):
+    """L1 distance: mean |P_model(1) - P_beta(1)| over 1,024 fresh chains and t >= k."""
+    ours, best = probabilities(run, chains(run, 1024))
+    return (ours - best)[:, run.args.order - 1 :, 1].abs().mean().item()
+
+
+def one_chain(run):
+    """P(1) of the model along one chain, at the t with x_t = 0."""
+    x = chains(run, 1)
+    t = (x[0] == 0).nonzero()[:, 0]
+    return dict(t=(t + 1).tolist(), p=probabilities(run, x)[0][0, t, 1].tolist())
+
+
+def decay(run):
+    """a_t of the first layer by position, mean over 256 chains and heads."""
+    return run.model.internals(chains(run, 256))["a"][0].mean((0, 2)).tolist()
+
+
+def readout(run):
+    """Readout, at every kept checkpoint of an order-1 MambaZero: |b(ij)^T c(l)| for i = l and i != l, beta vector, how
+    far u is from Theorem 1's (0 = equal, relative to its norm), mean a_t, gap."""
+    return [dict(step=e["step"], gap=abs(e["gap"]), **readout_of(train.load_model(run.folder, e["step"])))
+            for e in run.log]
+
+
+def readout_of(model):
+    """The numbers of `readout` for one binary model of one layer and one head."""
+    S, W = 2, model.head.weight @ model.blocks[0].out_proj.weight  # (S, E)
+    i, j, l = torch.arange(S)[:, None, None], torch.arange(S)[:, None], torch.arange(S)
+    pairs = torch.cartesian_prod(torch.arange(S), torch.arange(S))  # (S^2, 2): token before, token
+    inside = {name: value[0][:, -1].flatten(1) for name, value in model.internals(pairs).items()}  # (S^2, ...)
+    c = inside["c"].view(S, S, -1).mean(0)  # (S, N): at l, whatever came before it
+    product = (inside["b"] @ c.T).view(S, S, S)  # (i, j, l)
+    written = (inside["x"] @ W.T).view(S, S, 1, S)  # (i, j, 1, S)
+    u = written * product[..., None]  # (i, j, l, S)
+    unit = u[l, :, l, :].diagonal(dim1=1, dim2=2).mean()
+    target = (i == l)[..., None] * torch.eye(S)[None, :, None, :]  # (i, j, l, S): Theorem 1
+    first = {name: value[0][:, 0].flatten(1) for name, value in model.internals(l[:, None]).items()}
+    once = (first["x"] @ W.T)[:, None] * (first["b"] @ c.T)[..., None]  # (first token, l, S): counted by no n_ij
+    beta = (model.embed.weight @ model.head.weight.T + once).mean((0, 1)) / unit  # (S,)
+    size, on = product.abs(), (i == l).expand(S, S, S)
+    return dict(on=size[on].mean().item(), off=size[~on].mean().item(), beta=beta.tolist(),
+                distance=((u / unit - target).norm() / target.expand(S, S, S, S).norm()).item(),
+                a=inside["a"].mean().item())
+
+
+def switching(run):
+    """P(1) and a_t along one chain with switches; over 256 chains, mean a_t at switches and elsewhere; |gap|."""
+    x = chains(run, 256)
+    a, at_switch = run.model.internals(x)["a"][0].mean(-1), x == run.args.states
+    one = int((at_switch.sum(1) == 3).nonzero()[0, 0]) if (at_switch.sum(1) == 3).any() else 0
+    ours, best = probabilities(run, x)
+    return dict(p=ours[one, :, 1].tolist(), best=best[one, :, 1].tolist(), a=a[one].tolist(),
+                at=a[at_switch].mean().item(), elsewhere=a[~at_switch].mean().item(),
+                gap=(best * (best / ours).log()).sum(-1).mean().item())
+
+
+def hold_out(run):
+    """|P_model(1) - P_add-1(1)| after t tokens: of one fixed chain, and mean over 1,024, whose P(1 | .) >= 1/2."""
+    ours, best = probabilities(run, chains(run, 1024, prior=(0.5, 1.0)))
+    away, t = (ours - best)[..., 1].abs(), [t for t in (1, 50, 100, 300) if t <= run.args.length]
+    return dict(t=t, one=away[0, [i - 1 for i in t]].tolist(), mean=away[:, [i - 1 for i in t]].mean(0).tolist())
+
+
+def by_position(run):
+    """Gap by position on 16 chains 64 times as long as in training, mean over 24 spans of equal ratio."""
+    x = chains(run, 16, 64 * run.args.length)
+    ours, best = probabilities(run, x)
+    kl = (best * (best / ours).log()).sum(-1).mean(0)  # (T,)
+    edges = sorted({round(x.shape[1] ** (i / 24)) for i in range(25)})
+    spans = list(zip(edges[:-1], edges[1:]))
+    return dict(t=[math.sqrt(a * b) for a, b in spans], gap=[kl[a - 1 : b - 1].mean().item() for a, b in spans],
+                upto={T: kl[:T].mean().item() for T in (256, 1024, 4096, 16384) if T <= x.shape[1]})
+
+
+def other_prior(run):
+    """Trained with one beta, tested with another: distance to the old optimum and the new one, and between the two."""
+    found = dict(beta=[0.1, 1.0, 10.0], old=[], new=[], between=[])
+    for beta in found["beta"]:
+        x = chains(run, 1024, beta=beta)
+        ours, old = (p[..., 1] for p in probabilities(run, x))
+        new = add_beta(x, 2, run.args.order, beta)[..., 1]
+        for name, difference in dict(old=ours - old, new=ours - new, between=old - new).items():
+            found[name].append(difference.abs().mean().item())
+    return found
+
+
+def quantised(run):
+    """Theorem 2: d p, the bound, and eps = largest |P - P_add-1| in any context after 16 chains of 1,024 tokens, with
+    the counts kept to p bits each: levels equally spaced in log(1 + n), since it is ratios of counts that matter."""
+    k, T = run.args.order, 1024
+    contexts = torch.cartesian_prod(*[torch.arange(2)] * k).view(-1, k)  # (C, k)
+    C, x = len(contexts), chains(run, 16, T)
+    _, [(window, h)] = run.model.prefill(x)
+    window, h = (v.repeat_interleave(C, 0) for v in (window, h))  # (16 C, w-1, conv_width), (16 C, H, P, N)
+    then = contexts.repeat(16, 1)  # every chain goes on with every context
+    best = add_beta(torch.cat([x.repeat_interleave(C, 0), then], 1), 2, k, dtype=torch.float64)[:, -1]
+    found = dict(p=list(range(3, 13)), eps=[], whole=[], counts=[], bound=[])
+    for p in found["p"]:
+        level = (2**p - 1) / math.log1p(T)
+        state = [(window, ((h.log1p() * level).round() / level).expm1())]
+        eps = (run.model.prefill(then, state)[0][:, -1].exp() - best).abs().max().item()
+        found["eps"].append(eps)
+        found["whole"].append(p * (h[0].numel() + window[0].numel()))
+        found["counts"].append(p * 2 * C)  # the rest of the state is 0 or follows from the last k tokens
+        found["bound"].append(max(0.0, C * (1 - 3 * eps) * math.log2(1 / eps)))
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Runs: id -> seeds, measurement, {(line, x): flags}. What is not said is train.py's default: 1,000 steps, B = 64,
+# T = 256, where the paper takes 10,000 steps.
+
+ORDERS = (1, 2, 3, 4)
+MAMBA, ZERO = "--model mamba --order {}", "--model mambazero --order {}"
+LAYERS_1, LAYERS_2 = "--model transformer --order {}", "--model transformer --order {} --layers 2"
+LINES = {"Mamba": MAMBA, "transformer, 1 layer": LAYERS_1, "transformer, 2 layers": LAYERS_2}
+WATCHED = ZERO.format(1) + " --eval-every 25 --keep"
+NO_CONV = "--model mamba --no-conv --order 1"
+SHORT = " --length 128 --batch 32"
+
+
+def grid(lines, xs):
+    """{(line, x): flags} of all lines at all xs."""
+    return {(line, x): flags.format(x) for line, flags in lines.items() for x in xs}
+
+
+RUNS = {
+    "fig1a": (5, one_chain, {("add-1", 0): "exact --order 1"} | {(line, 0): f.format(1) for line, f in LINES.items()}),
+    "fig1b": (5, distance, grid(LINES, ORDERS)),
+    "fig3a": (5, gap_curve, {("Mamba", 0): MAMBA.format(1), ("MambaZero", 0): WATCHED,
+                             ("Mamba without convolution", 0): NO_CONV}),
+    "fig3b": (3, gap, {(f"order {k}", w): MAMBA.format(k) + f" --window {w}" * (w != k + 1)
+                       for k in ORDERS for w in (2, 3, 4, 5, 6)}),
+    "fig4": (5, decay, {("Mamba", 0): MAMBA.format(1), ("MambaZero", 0): WATCHED}),
+    "fig5a": (5, readout, {("MambaZero", 0): WATCHED}),
+    "fig5b": (5, readout, {("MambaZero", 0): WATCHED}),
+}
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Figures: rows -> panels. A panel has a title, labels, and lines: name -> (x, y of shape (seeds, len(x))).
+
+
+DISTANCE = "mean |P(1) - P_add-1(1)|"
+
+
+def panel(title, xlabel, ylabel, lines, **style):
+    """One pair of axes. style: log ("x", "y", "xy"), points (markers and error bars, for few x), marks (levels)."""
+    lines = {name: (np.asarray(x, float), np.atleast_2d(np.asarray(y, float))) for name, (x, y) in lines.items()}
+    return dict(title=title, xlabel=xlabel, ylabel=ylabel, lines=lines) | style
+
+
+def over_x(rows, pick=lambda value: value):
+    """Lines over x, from rows whose values are numbers, or become one by `pick`."""
+    lines = {}
+    for row in rows:
+        x, y = lines.setdefault(row["line"], ([], []))
+        x.append(row["x"])
+        y.append([pick(value) for value in row["values"]])
+    return {line: (x, np.array(y).T) for line, (x, y) in lines.items()}
+
+
+def within(rows, x, y):
+    """Lines from rows whose values are dicts of lists: value[y] over value[x]."""
+    return {row["line"]: (row["values"][0][x], [value[y] for value in row["values"]]) for row in rows}
+
+
+def along(rows, pick):
+    """A line from rows whose values are lists of one dict per checkpoint: pick(dict) over the steps."""
+    [row] = rows
+    return [e["step"] for e in row["values"][0]], [[pick(e) for e in value] for value in row["values"]]
+
+
+def fig1a(rows):
+    """One Mamba layer predicts as add-1 does, one transformer layer does not | Mamba on the optimum, 2 layers near"""
+    return [panel("P(next = 1) where x_t = 0, one test chain of order 1", "t", "P(1)", within(rows, "t", "p"))]
+
+
+def fig1b(rows):
+    """Mamba is close to add-1 at every order | Mamba 0, transformer 0.2-0.3 with 1 layer, between with 2"""
+    return [panel("Distance to add-1 on fresh chains", "order k", DISTANCE, over_x(rows), points=True)]
+
+
+def fig3a(rows):
+    """The gap closes with convolution, not without | Mamba, MambaZero to 0, without convolution 0.10-0.15"""
+    lines = within(rows, "step", "gap")
+    return [panel("Gap over training, order 1", "step", "|gap| (nats)", lines, log="y", marks=[1e-3])]
+
+
+def fig3b(rows):
+    """A window of k + 1 is enough and needed | gap 0 exactly from w = k + 1 on"""
+    return [panel("Gap and convolution window", "window w", "|gap| (nats)", over_x(rows), log="y", points=True,
+                  marks=[2e-3])]
+
+
+def fig4(rows):
+    """Nothing is forgotten: a_t is 1 | about 1 everywhere"""
+    lines = {row["line"]: (range(1, 1 + len(row["values"][0])), row["values"]) for row in rows}
+    return [panel("Decay at the end of training", "position t", "a_t", lines)]
+
+
+def fig5a(rows):
+    """What is written in context i is read in context l = i only | only i = l stays"""
+    lines = {"i = l": along(rows, lambda e: e["on"]), "i not l": along(rows, lambda e: e["off"]),
+             }
+    ratio = {"off / on": along(rows, lambda e: e["off"] / e["on"])}
+    return [panel("Readout products", "step", "mean |b(ij)^T c(l)|", lines, log="y"),
+            panel("Their ratio", "step", "i not l, relative to i = l", ratio, log="y", marks=[0.05])]
+
+
+def fig5b(rows):
+    """The logit without counts is beta | both coordinates go to 1"""
+    lines = {f"coordinate {j}": along(rows, lambda e: e["beta"][j]) for j in (0, 1)}
+    return [panel("Logits without counts, in units of a count", "step", "beta vector", lines, marks=[1.0])]
+
+
+FIGURES = {f.__name__: f for f in (fig1a, fig1b, fig3a, fig3b, fig4, fig5a, fig5b)}
+
+# ----------------------------------------------------------------------------------------------------------------------
+# From runs to results
+
+
+def run_folder(flags, seed):
+    """The folder of a run, made of its flags and seed, so that figures share it."""
+    return Path("out/figures") / f"{re.sub(r'[^a-z0-9.]+', '-', flags.strip('- '))}-seed-{seed}"
+
+
+def finished_run(flags, seed):
+    """The run as measurements want it, or None if it has not ended yet. Exact models are made on the spot."""
+    args = train.make_parser().parse_args(f"{flags} --seed {seed}".replace("exact ", "").split())
+    if flags.startswith("exact"):
+        model = laplace_switching(args.states, args.beta, args.switch) if args.switch else \
+            laplace_any_order(args.states, args.order, args.beta)
+        return SimpleNamespace(model=model, args=args)
+    folder = run_folder(flags, seed)
+    try:
+        log = [json.loads(text) for text in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+        if log[-1]["step"] < args.steps:
+            return None
+        return SimpleNamespace(model=train.load_model(folder), args=args, folder=folder, log=log)
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def launch(flags, seed):
+    """Train one run in a process of its own, or go on where it was interrupted. Raises ValueError with its reason."""
+    folder = run_folder(flags, seed)
+    words = ["--resume"] if (folder / "model.pt").exists() else [*flags.split(), "--seed", str(seed)]
+    done = subprocess.run([sys.executable, str(Path(train.__file__)), *words, "--out", str(folder), "--threads", "1"],
+                          stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                          env=os.environ | {"OMP_NUM_THREADS": "1"})
+    if done.returncode:
+        raise ValueError(f"{folder}: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}")
+
+
+def spec(name, seeds, flags):
+    """The rows of a figure without values: line, x, flags with those of the command line, seeds."""
+    count, _, runs = RUNS[name]
+    return [dict(line=line, x=x, flags=f"{f} {flags}".strip(),
+                 seeds=list(range(1 if f.startswith("exact") else seeds or count))) for (line, x), f in runs.items()]
+
+
+def compute(names, a):
+    """Launch what is missing, as many runs at once as there are cores, then measure and write results/ID.json."""
+    specs = {name: spec(name, a.seeds, a.flags) for name in names}
+    wanted = dict.fromkeys((row["flags"], seed) for rows in specs.values() for row in rows for seed in row["seeds"])
+    missing = [run for run in wanted if finished_run(*run) is None]
+    with ThreadPoolExecutor(a.jobs) as pool:
+        jobs = [pool.submit(launch, *run) for run in missing]
+        for job in tqdm(as_completed(jobs), "runs", len(jobs), disable=not jobs):
+            if job.exception():
+                pool.shutdown(cancel_futures=True)
+                raise job.exception()
+    torch.set_num_threads(1)
+    for name, rows in specs.items():
+        for row in tqdm(rows, f"measuring {name}", leave=False):
+            runs = [finished_run(row["flags"], seed) for seed in row["seeds"]]
+            with torch.no_grad():
+                row["values"] = [rounded(RUNS[name][1](run)) for run in runs]
+            row["minutes"] = round(sum(minutes(run) for run in runs), 2)
+        result = dict(id=name, claim=FIGURES[name].__doc__, torch=torch.__version__, rows=rows)
+        a.results.mkdir(parents=True, exist_ok=True)
+        train.write(a.results / f"{name}.json", json.dumps(result) + "\n")
+
+
+def minutes(run):
+    """What a run took to train, on one core."""
+    log = getattr(run, "log", [dict(step=0)])
+    return sum(e["ms_per_step"] * (e["step"] - before["step"]) for before, e in zip(log, log[1:])) / 6e4
+
+
+def rounded(value):
+    """Numbers to six digits, in whatever lists and dicts."""
+    if isinstance(value, dict):
+        return {k: rounded(v) for k, v in value.items()}
+    return [rounded(v) for v in value] if isinstance(value, list) else float(f"{value:.6g}")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# From results to pictures and tables
+
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito: for all eyes
+
+
+def table(panels):
+    """Lines of text: mean +- std over seeds, at up to eight x of each panel."""
+    for p in panels:
+        yield f"{p['title']}: {p['ylabel']} over {p['xlabel']}"
+        for name, (x, y) in p["lines"].items():
+            pick = np.unique(np.linspace(0, len(x) - 1, 8).round().astype(int))
+            spread = y.std(0, ddof=1) if len(y) > 1 else 0 * y[0]
+            yield f"  {name}, {len(y)} seeds"
+            yield "    " + "  ".join(f"{x[i]:g}: {y[:, i].mean():.3g} ± {spread[i]:.1g}" for i in pick)
+
+
+def draw(panels, path):
+    """The panels side by side as a PNG: mean over seeds, band or bar of one standard deviation. False if matplotlib is
+    not installed; no window is opened, whatever the display."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(0.6 + 4.4 * len(panels), 3.4), dpi=160, layout="constrained")
+    for p, ax in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0]):
+        ax.set(title=p["title"], xlabel=p["xlabel"], ylabel=p["ylabel"])
+        for axis in p.get("log", ""):
+            getattr(ax, f"set_{axis}scale")("log", nonpositive="clip")
+        for (name, (x, y)), color, mark in zip(p["lines"].items(), COLORS * 2, "osD^vPX" * 2):
+            mean, std = y.mean(0), y.std(0, ddof=1) if len(y) > 1 else 0 * y[0]
+            if p.get("points"):
+                ax.set_xticks(x)
+                ax.errorbar(x, mean, std, color=color, marker=mark, markersize=4, capsize=3, label=name)
+                ax.plot(x, y.T, mark, color=color, markersize=2.5, alpha=0.4)  # every seed
+            elif name.startswith(("add-", "optimum", "exact")):
+                ax.plot(x, mean, "k--", linewidth=1, zorder=9, label=name)
+            else:
+                ax.plot(x, mean, color=color, label=name)
+                ax.fill_between(x, mean - std, mean + std, color=color, alpha=0.2, linewidth=0)
+        for level in p.get("marks", ()):
+            ax.axhline(level, color="grey", linewidth=0.8, linestyle=":")
+        ax.legend(fontsize=7)
+        ax.title.set_fontsize(9)
+        ax.grid(alpha=0.2)
+    seeds = sorted({len(y) for p in panels for _, y in p["lines"].values()})
+    figure.supxlabel(f"mean ± one standard deviation over {' or '.join(map(str, seeds))} seeds", fontsize=7)
+    figure.savefig(path)
+    return True
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Command line
+
+
+def make_parser():
+    """The flags."""
+    p = train.Parser(prog="figures.py", description="Draw figures from results, or make the results first.",
+                     allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p.add_argument("id", nargs="*", help="figures and tables; none: all that have results")
+    p.add_argument("--run", action="store_true", help="launch the runs that are missing")
+    p.add_argument("--list", action="store_true", help="say for each: claim, runs, minutes")
+    p.add_argument("--results", type=train.folder, default=Path("results"), help="folder to read and write")
+    p.add_argument("--seeds", type=int, default=None, help="seeds a run (default: 5 or 3, by figure)")
+    p.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at once")
+    p.add_argument("--flags", default="", help="more flags of train.py for every run, to try things; needs --results")
+    return p
+
+
+def read(name, a):
+    """results/ID.json, or None if there is none that holds rows."""
+    try:
+        return json.loads((a.results / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def main(argv=None):
+    """List, run or draw; bad input: one line on stderr and exit code 2."""
+    parser = make_parser()
+    a = parser.parse_args(argv)
+    for name in a.id:
+        if name not in FIGURES:
+            parser.error(f"there is no {name}; choose from {', '.join(FIGURES)}")
+    if a.jobs < 1 or a.seeds is not None and a.seeds < 1:
+        parser.error("--jobs and --seeds must be at least 1")
+    names = a.id or list(FIGURES)
+    if a.list:
+        for name in names:
+            rows, runs = read(name, a), spec(name, a.seeds, a.flags)
+            cost = f"{sum(row['minutes'] for row in rows):.0f} minutes on one core" if rows else "not run yet"
+            print(f"{name:9s} {FIGURES[name].__doc__}\n          {sum(len(r['seeds']) for r in runs)} runs, {cost}")
+        return
+    if a.run:
+        try:
+            compute([name for name in names if not up_to_date(name, a)], a)
+        except (ValueError, OSError) as error:
+            parser.error(str(error))
+    for name in names:
+        rows = read(name, a)
+        if rows is None and name in a.id:
+            parser.error(f"{a.results}/{name}.json is missing or damaged; make it with: python figures.py {name} --run")
+        if rows is not None:
+            panels = FIGURES[name](rows)
+            drawn = draw(panels, a.results / f"{name}.png")
+            print(f"{name}: {FIGURES[name].__doc__}", *table(panels), sep="\n")
+            print(f"{a.results}/{name}.png" if drawn else "no picture: matplotlib is not installed", end="\n\n")
+
+
+def up_to_date(name, a):
+    """Whether results/ID.json holds the very runs that are asked for."""
+    rows = read(name, a)
+    return rows is not None and [{k: row[k] for k in ("line", "x", "flags", "seeds")} for row in rows] \
+        == spec(name, a.seeds, a.flags)
+
+
+if __name__ == "__main__":
+    main()

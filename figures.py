@@ -23,6 +23,7 @@ Change me:  a new figure is a line of RUNS and a function of that name, with its
 """
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -49,38 +50,29 @@ from markov import sample_chain, sample_kernel, sample_switching
 def chains(run, n, length=None, **other):
     """n chains that no run was trained or evaluated on, always the same ones: (n, length or the run's own T)."""
     a, g = SimpleNamespace(**vars(run.args) | other), train.stream(0, "figures")
-    length = length or a.length
     if a.switch:
-        return sample_switching(n, length, a.states, a.order, a.beta, a.switch, g)
-    return sample_chain(sample_kernel(n, a.states, a.order, a.beta, g, "cpu", *a.prior), length, g)
+        return sample_switching(n, length or a.length, a.states, a.order, a.beta, a.switch, g)
+    return sample_chain(sample_kernel(n, a.states, a.order, a.beta, g, "cpu", *a.prior), length or a.length, g)
 
 
-def probabilities(run, x, beta=None):
-    """P_model and P_beta of the next token, (n, T, V) each; beta: that of the run unless given."""
+def probabilities(run, x):
+    """P_model and P_beta of the next token, (n, T, V) float64 each, for tokens x (n, T)."""
     a = run.args
-    best = add_beta(x, a.states, a.order, beta or a.beta, a.switch or None)
-    return torch.cat([run.model(part).exp() for part in x.split(max(1, 2**16 // x.shape[1]))]), best
+    ours = torch.cat([run.model(part).exp() for part in x.split(max(1, 2**14 // x.shape[1]))])  # in parts, for memory
+    return ours.double(), add_beta(x, a.states, a.order, a.beta, a.switch or None, torch.float64)
 
 
-def gap(run):
-    """|gap| at the end, nats."""
-    return abs(run.log[-1]["gap"])
+def kl(ours, best):
+    """Gap by position, (n, T): given its past a token is distributed as `best` says, so its mean is the gap's."""
+    return (best * (best / ours).log()).sum(-1)
 
 
-def relative_gap(run):
-    """|gap| at the end: in nats, and as a share of the optimum's loss."""
-    return dict(nats=gap(run), share=gap(run) / run.log[-1]["bayes"])
-
-
-def gap_curve(run):
-    """|gap| at every evaluation."""
-    return dict(step=[e["step"] for e in run.log], gap=[abs(e["gap"]) for e in run.log])
-
-
-def distance(run):
-    """L1 distance: mean |P_model(1) - P_beta(1)| over 1,024 fresh chains and t >= k."""
+def outcome(run):
+    """|gap| at the end, also as a share of the optimum's loss; L1 distance on 1,024 fresh chains; |gap| by step."""
     ours, best = probabilities(run, chains(run, 1024))
-    return (ours - best)[:, run.args.order - 1 :, 1].abs().mean().item()
+    gaps = [abs(e["gap"]) for e in run.log]
+    return dict(gap=gaps[-1], share=gaps[-1] / run.log[-1]["bayes"], step=[e["step"] for e in run.log], gaps=gaps,
+                distance=(ours - best)[:, run.args.order - 1 :, 1].abs().mean().item())
 
 
 def one_chain(run):
@@ -92,7 +84,8 @@ def one_chain(run):
 
 def decay(run):
     """a_t of the first layer by position, mean over 256 chains and heads."""
-    return run.model.internals(chains(run, 256))["a"][0].mean((0, 2)).tolist()
+    a = run.model.internals(chains(run, 256))["a"][0].mean((0, 2))
+    return dict(t=list(range(1, 1 + len(a))), a=a.tolist())
 
 
 def readout(run):
@@ -124,41 +117,40 @@ def readout_of(model):
 
 
 def switching(run):
-    """P(1) and a_t along one chain with switches; over 256 chains, mean a_t at switches and elsewhere; |gap|."""
+    """P(1) and a_t along one chain with switches; over 256 chains, mean a_t at switches and elsewhere, and the gap."""
     x = chains(run, 256)
-    a, at_switch = run.model.internals(x)["a"][0].mean(-1), x == run.args.states
-    one = int((at_switch.sum(1) == 3).nonzero()[0, 0]) if (at_switch.sum(1) == 3).any() else 0
+    a, at = run.model.internals(x)["a"][0].mean(-1), x == run.args.states  # (256, T) both
     ours, best = probabilities(run, x)
-    return dict(p=ours[one, :, 1].tolist(), best=best[one, :, 1].tolist(), a=a[one].tolist(),
-                at=a[at_switch].mean().item(), elsewhere=a[~at_switch].mean().item(),
-                gap=(best * (best / ours).log()).sum(-1).mean().item())
+    one = int((at.sum(1) - 3).abs().argmin())  # the first chain with three switches, if there is one
+    return dict(t=list(range(1, 1 + x.shape[1])), p=ours[one, :, 1].tolist(), a=a[one].tolist(), at=a[at].mean().item(),
+                elsewhere=a[~at].mean().item(), gap=kl(ours, best).mean().item())
 
 
 def hold_out(run):
-    """|P_model(1) - P_add-1(1)| after t tokens: of one fixed chain, and mean over 1,024, whose P(1 | .) >= 1/2."""
+    """|P_model(1) - P_add-1(1)| after t tokens where P(1 | .) >= 1/2: on one fixed chain, and mean over 1,024."""
     ours, best = probabilities(run, chains(run, 1024, prior=(0.5, 1.0)))
-    away, t = (ours - best)[..., 1].abs(), [t for t in (1, 50, 100, 300) if t <= run.args.length]
-    return dict(t=t, one=away[0, [i - 1 for i in t]].tolist(), mean=away[:, [i - 1 for i in t]].mean(0).tolist())
+    t = [t for t in (1, 50, 100, 300) if t <= run.args.length]
+    away = (ours - best)[:, [i - 1 for i in t], 1].abs()  # (1024, len(t))
+    return dict(t=t, one=away[0].tolist(), mean=away.mean(0).tolist())
 
 
 def by_position(run):
-    """Gap by position on 16 chains 64 times as long as in training, mean over 24 spans of equal ratio."""
+    """Gap by position on 16 chains 64 times as long as in training: mean over spans of equal ratio, and up to T."""
     x = chains(run, 16, 64 * run.args.length)
-    ours, best = probabilities(run, x)
-    kl = (best * (best / ours).log()).sum(-1).mean(0)  # (T,)
-    edges = sorted({round(x.shape[1] ** (i / 24)) for i in range(25)})
-    spans = list(zip(edges[:-1], edges[1:]))
-    return dict(t=[math.sqrt(a * b) for a, b in spans], gap=[kl[a - 1 : b - 1].mean().item() for a, b in spans],
-                upto={T: kl[:T].mean().item() for T in (256, 1024, 4096, 16384) if T <= x.shape[1]})
+    gap = kl(*probabilities(run, x)).mean(0).clamp(min=1e-9)  # (T,); the floor is for a logarithmic axis
+    edges = sorted({round(len(gap) ** (i / 24)) for i in range(25)})
+    spans, T = list(zip(edges, edges[1:])), [run.args.length * r for r in (1, 4, 16, 64)]
+    return dict(t=[math.sqrt(a * b) for a, b in spans], gap=[gap[a - 1 : b - 1].mean().item() for a, b in spans],
+                T=T, upto=[gap[:t].mean().item() for t in T])
 
 
 def other_prior(run):
-    """Trained with one beta, tested with another: distance to the old optimum and the new one, and between the two."""
+    """Trained on one beta, tested on chains of another: distances between model, the old optimum and the new one."""
     found = dict(beta=[0.1, 1.0, 10.0], old=[], new=[], between=[])
     for beta in found["beta"]:
         x = chains(run, 1024, beta=beta)
         ours, old = (p[..., 1] for p in probabilities(run, x))
-        new = add_beta(x, 2, run.args.order, beta)[..., 1]
+        new = add_beta(x, run.args.states, run.args.order, beta)[..., 1]
         for name, difference in dict(old=ours - old, new=ours - new, between=old - new).items():
             found[name].append(difference.abs().mean().item())
     return found
@@ -187,16 +179,18 @@ def quantised(run):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Runs: id -> seeds, measurement, {(line, x): flags}. What is not said is train.py's default: 1,000 steps, B = 64,
-# T = 256, where the paper takes 10,000 steps.
+# Runs: id -> seeds, measurement, {(line, x): flags}. What flags do not say is train.py's default: 1,000 steps, B = 64,
+# T = 256, where the paper takes 10,000 steps. The many runs of Figures 6 and 10 are on shorter chains, and Table 3,
+# where a width of 1,000 is the expense, is without MLP, at e = 1, and its learning rate falls with the width.
 
-ORDERS = (1, 2, 3, 4)
-MAMBA, ZERO = "--model mamba --order {}", "--model mambazero --order {}"
-LAYERS_1, LAYERS_2 = "--model transformer --order {}", "--model transformer --order {} --layers 2"
-LINES = {"Mamba": MAMBA, "transformer, 1 layer": LAYERS_1, "transformer, 2 layers": LAYERS_2}
-WATCHED = ZERO.format(1) + " --eval-every 25 --keep"
-NO_CONV = "--model mamba --no-conv --order 1"
-SHORT = " --length 128 --batch 32"
+ORDERS, DEPTHS = (1, 2, 3, 4), (1, 2, 3, 4)
+MAMBA, ZERO, GPT = (f"--model {name} --order {{}}" for name in ("mamba", "mambazero", "transformer"))
+MAMBA_1, ZERO_1, NO_CONV = MAMBA.format(1), ZERO.format(1) + " --eval-every 25 --keep", MAMBA.format(1) + " --no-conv"
+LINES = {"Mamba": MAMBA, "transformer, 1 layer": GPT, "transformer, 2 layers": GPT + " --layers 2"}
+LINEAR, FAR = " --attention linear", " --block 16384"
+WINDOWS = {(f"order {k}", w): MAMBA.format(k) + f" --window {w}" * (w != k + 1)
+           for k in ORDERS for w in (2, 3, 4, 5, 6)}
+WIDE = NO_CONV + " --no-mlp --expand 1 --batch 16 --length 128 --steps 300 --d {} --lr {}"
 
 
 def grid(lines, xs):
@@ -206,94 +200,208 @@ def grid(lines, xs):
 
 RUNS = {
     "fig1a": (5, one_chain, {("add-1", 0): "exact --order 1"} | {(line, 0): f.format(1) for line, f in LINES.items()}),
-    "fig1b": (5, distance, grid(LINES, ORDERS)),
-    "fig3a": (5, gap_curve, {("Mamba", 0): MAMBA.format(1), ("MambaZero", 0): WATCHED,
-                             ("Mamba without convolution", 0): NO_CONV}),
-    "fig3b": (3, gap, {(f"order {k}", w): MAMBA.format(k) + f" --window {w}" * (w != k + 1)
-                       for k in ORDERS for w in (2, 3, 4, 5, 6)}),
-    "fig4": (5, decay, {("Mamba", 0): MAMBA.format(1), ("MambaZero", 0): WATCHED}),
-    "fig5a": (5, readout, {("MambaZero", 0): WATCHED}),
-    "fig5b": (5, readout, {("MambaZero", 0): WATCHED}),
+    "fig1b": (5, outcome, grid(LINES, ORDERS)),
+    "fig3a": (5, outcome, {("Mamba", 0): MAMBA_1, ("MambaZero", 0): ZERO_1, ("Mamba, no convolution", 0): NO_CONV}),
+    "fig3b": (3, outcome, WINDOWS),
+    "fig4": (5, decay, {("Mamba", 0): MAMBA_1, ("MambaZero", 0): ZERO_1}),
+    "fig5a": (5, readout, {("MambaZero", 0): ZERO_1}),
+    "fig5b": (5, readout, {("MambaZero", 0): ZERO_1}),
+    "fig6": (3, outcome, grid({f"d = {d}": MAMBA + f" --d {d} --state {d} --length 128" for d in (2, 4, 8, 16, 32)},
+                              (1, 2, 3, 4, 5))),
+    "fig7": (3, outcome, grid({"Mamba": MAMBA, "linear, 1 layer": GPT + LINEAR,
+                               "linear, 2 layers": GPT + " --layers 2" + LINEAR}, ORDERS)),
+    "fig8": (3, outcome, {("Mamba", S): MAMBA_1 + f" --states {S}" * (S > 2) for S in (2, 4, 6, 8)}),
+    "fig9": (3, outcome, {("window", w): flags for (line, w), flags in WINDOWS.items() if line == "order 1" and w < 6}
+             | {("layers", n): MAMBA_1 + f" --layers {n}" * (n > 1) for n in DEPTHS}),
+    "fig10": (3, outcome, grid({f"{name}, {n}": flags + f" --layers {n} --length 128 --batch 32"
+                                for name, flags in (("Mamba", MAMBA), ("transformer", GPT)) for n in DEPTHS}, ORDERS)),
+    "fig11": (3, outcome, grid({"Mamba": MAMBA, "transformer": GPT, "with convolution": GPT + " --conv qkv"}, ORDERS)),
+    "fig12": (5, outcome, {("1 layer, convolution", 0): MAMBA_1, ("1 layer, none", 0): NO_CONV,
+                           ("2 layers, none", 0): NO_CONV + " --layers 2"}),
+    "fig13": (5, switching, {("optimum", 0): "exact --switch 0.01", ("Mamba", 0): MAMBA_1 + " --switch 0.01"}),
+    "table2": (5, hold_out, {("Mamba", 0): MAMBA_1 + " --prior 0 0.5 --length 300"}),
+    "table3": (5, outcome, {("Mamba", d): WIDE.format(d, lr) for d, lr in ((10, 2e-2), (100, 5e-3), (1000, 1e-3))}),
+    "orders": (3, outcome, grid({"MambaZero": ZERO, "MambaZero with ReLU": ZERO + " --act relu"}, (2, 3, 4))),
+    "dynamics": (5, readout, {("MambaZero", 0): ZERO_1}),
+    "length": (3, by_position, {("exact", 0): "exact --order 1", ("Mamba", 0): MAMBA_1, ("MambaZero", 0): ZERO_1,
+                                ("transformer, 1 layer", 0): GPT.format(1) + FAR,
+                                ("transformer, 2 layers", 0): GPT.format(1) + " --layers 2" + FAR}),
+    "theorem2": (1, quantised, {(f"k = {k}", 0): f"exact --order {k}" for k in range(1, 7)}),
+    "prior": (5, other_prior, {("Mamba", 0): MAMBA_1, ("MambaZero", 0): ZERO_1}),
 }
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Figures: rows -> panels. A panel has a title, labels, and lines: name -> (x, y of shape (seeds, len(x))).
+# Figures: rows -> panels; the docstring is the claim | the paper's reading. A panel is one pair of axes, with lines
+# name -> (x, y of shape (seeds, len(x))). style: log ("x", "y", "xy"); points, for few x; marks, the levels to reach.
 
-
-DISTANCE = "mean |P(1) - P_add-1(1)|"
+DISTANCE, GAP = "mean |P(1) - P_add-1(1)|", "|gap| (nats)"
 
 
 def panel(title, xlabel, ylabel, lines, **style):
-    """One pair of axes. style: log ("x", "y", "xy"), points (markers and error bars, for few x), marks (levels)."""
+    """One panel, its numbers as arrays."""
     lines = {name: (np.asarray(x, float), np.atleast_2d(np.asarray(y, float))) for name, (x, y) in lines.items()}
     return dict(title=title, xlabel=xlabel, ylabel=ylabel, lines=lines) | style
 
 
-def over_x(rows, pick=lambda value: value):
-    """Lines over x, from rows whose values are numbers, or become one by `pick`."""
-    lines = {}
-    for row in rows:
-        x, y = lines.setdefault(row["line"], ([], []))
-        x.append(row["x"])
-        y.append([pick(value) for value in row["values"]])
-    return {line: (x, np.array(y).T) for line, (x, y) in lines.items()}
+def over_x(rows, key):
+    """Lines over the x of their rows: value[key]."""
+    of = {row["line"]: [r for r in rows if r["line"] == row["line"]] for row in rows}
+    return {line: ([r["x"] for r in own], np.array([[v[key] for v in r["values"]] for r in own]).T)
+            for line, own in of.items()}
 
 
-def within(rows, x, y):
-    """Lines from rows whose values are dicts of lists: value[y] over value[x]."""
-    return {row["line"]: (row["values"][0][x], [value[y] for value in row["values"]]) for row in rows}
+def within(rows, x, y, suffix=""):
+    """Lines inside the rows' values: the list value[y] over the list value[x]."""
+    return {row["line"] + suffix: (row["values"][0][x], [value[y] for value in row["values"]]) for row in rows}
 
 
-def along(rows, pick):
-    """A line from rows whose values are lists of one dict per checkpoint: pick(dict) over the steps."""
+def over_steps(rows, pick):
+    """The line of rows of one, whose values are lists of one dict per checkpoint: pick(dict) over the steps."""
     [row] = rows
     return [e["step"] for e in row["values"][0]], [[pick(e) for e in value] for value in row["values"]]
 
 
 def fig1a(rows):
-    """One Mamba layer predicts as add-1 does, one transformer layer does not | Mamba on the optimum, 2 layers near"""
-    return [panel("P(next = 1) where x_t = 0, one test chain of order 1", "t", "P(1)", within(rows, "t", "p"))]
+    """One Mamba layer predicts as add-1 does, one of a transformer cannot | Mamba on the optimum, 2 layers near it"""
+    return [panel("P(1) where x_t = 0, one test chain, order 1", "t", "P(1)", within(rows, "t", "p"))]
 
 
 def fig1b(rows):
     """Mamba is close to add-1 at every order | Mamba 0, transformer 0.2-0.3 with 1 layer, between with 2"""
-    return [panel("Distance to add-1 on fresh chains", "order k", DISTANCE, over_x(rows), points=True)]
+    return [panel("Distance to add-1", "order k", DISTANCE, over_x(rows, "distance"), points=True, marks=[0.02])]
 
 
 def fig3a(rows):
     """The gap closes with convolution, not without | Mamba, MambaZero to 0, without convolution 0.10-0.15"""
-    lines = within(rows, "step", "gap")
-    return [panel("Gap over training, order 1", "step", "|gap| (nats)", lines, log="y", marks=[1e-3])]
+    return [panel("Gap over training, order 1", "step", GAP, within(rows, "step", "gaps"), log="y", marks=[1e-3])]
 
 
 def fig3b(rows):
     """A window of k + 1 is enough and needed | gap 0 exactly from w = k + 1 on"""
-    return [panel("Gap and convolution window", "window w", "|gap| (nats)", over_x(rows), log="y", points=True,
-                  marks=[2e-3])]
+    return [panel("Gap by window", "window w", GAP, over_x(rows, "gap"), log="y", points=True, marks=[2e-3])]
 
 
 def fig4(rows):
     """Nothing is forgotten: a_t is 1 | about 1 everywhere"""
-    lines = {row["line"]: (range(1, 1 + len(row["values"][0])), row["values"]) for row in rows}
-    return [panel("Decay at the end of training", "position t", "a_t", lines)]
+    return [panel("Decay after training", "position t", "a_t", within(rows, "t", "a"), marks=[0.995])]
 
 
 def fig5a(rows):
-    """What is written in context i is read in context l = i only | only i = l stays"""
-    lines = {"i = l": along(rows, lambda e: e["on"]), "i not l": along(rows, lambda e: e["off"]),
-             }
-    ratio = {"off / on": along(rows, lambda e: e["off"] / e["on"])}
-    return [panel("Readout products", "step", "mean |b(ij)^T c(l)|", lines, log="y"),
-            panel("Their ratio", "step", "i not l, relative to i = l", ratio, log="y", marks=[0.05])]
+    """What was written in context i is read in context l = i only | only i = l stays"""
+    sizes = {"i = l": over_steps(rows, lambda e: e["on"]), "i not l": over_steps(rows, lambda e: e["off"])}
+    ratio = {"i not l / i = l": over_steps(rows, lambda e: e["off"] / e["on"])}
+    return [panel("Products of writing and reading", "step", "mean |b(ij)^T c(l)|", sizes, log="y"),
+            panel("Their ratio", "step", "ratio", ratio, log="y", marks=[0.05])]
 
 
 def fig5b(rows):
-    """The logit without counts is beta | both coordinates go to 1"""
-    lines = {f"coordinate {j}": along(rows, lambda e: e["beta"][j]) for j in (0, 1)}
-    return [panel("Logits without counts, in units of a count", "step", "beta vector", lines, marks=[1.0])]
+    """The logits without counts are beta | both coordinates go to 1"""
+    lines = {f"coordinate {j}": over_steps(rows, lambda e, j=j: e["beta"][j]) for j in (0, 1)}
+    return [panel("Logits without counts", "step", "in units of a count", lines, marks=[0.9, 1.1])]
 
 
-FIGURES = {f.__name__: f for f in (fig1a, fig1b, fig3a, fig3b, fig4, fig5a, fig5b)}
+def fig6(rows):
+    """d = N = 2^k is enough, less is not | the same"""
+    return [panel("Gap by width, T = 128", "order k", GAP, over_x(rows, "gap"), log="y", points=True)]
+
+
+def fig7(rows):
+    """Linear attention does as softmax attention does | the same"""
+    return [panel("Linear attention", "order k", DISTANCE, over_x(rows, "distance"), points=True)]
+
+
+def fig8(rows):
+    """Larger alphabets are learned too | small for all"""
+    return [panel("Gap by alphabet, order 1", "states S", GAP, over_x(rows, "gap"), log="y", points=True),
+            panel("Relative", "states S", "|gap| / optimum's loss", over_x(rows, "share"), log="y", points=True)]
+
+
+def fig9(rows):
+    """More window or more layers than needed do no harm | all reach the optimum"""
+    return [panel("Over-parametrised, order 1", "window w, or layers", GAP, over_x(rows, "gap"), log="y", points=True)]
+
+
+def fig10(rows):
+    """Depth adds little, Mamba stays ahead | the same"""
+    lines = over_x(rows, "gap")
+    return [panel(f"{name}: layers, T = 128", "order k", GAP, {n: y for n, y in lines.items() if n.startswith(name)},
+                  log="y", points=True) for name in ("Mamba", "transformer")]
+
+
+def fig11(rows):
+    """Convolution on q, k, v makes one transformer layer enough | the same"""
+    return [panel("One layer of attention", "order k", DISTANCE, over_x(rows, "distance"), points=True)]
+
+
+def fig12(rows):
+    """Without convolution Mamba needs two layers | the same"""
+    return [panel("Mamba without convolution", "step", GAP, within(rows, "step", "gaps"), log="y")]
+
+
+def fig13(rows):
+    """With switches a_t is 0 at a switch and 1 elsewhere | the same, on the optimum"""
+    trained = [row | dict(x=seed, values=[v]) for row in rows[1:] for seed, v in zip(row["seeds"], row["values"])]
+    lines = {name: over_x(trained, key)["Mamba"] for name, key in
+             (("a_t at a switch", "at"), ("a_t elsewhere", "elsewhere"), ("gap to the optimum", "gap"))}
+    return [panel("One chain with switches", "t", "P(1)", within(rows[::-1], "t", "p")),
+            panel("Decay", "t", "a_t", within(rows[1:], "t", "a")),
+            panel("Over 256 chains", "seed", "mean", lines, log="y", points=True, marks=[2e-3, 0.05])]
+
+
+def table2(rows):
+    """Trained where P(1 | .) <= 1/2, it is add-1 where P(1 | .) >= 1/2 | 0.378, 0.098, 0.007, 0.001 at the same t"""
+    return [panel("Hold-out prior", "t", "|P(1) - P_add-1(1)|", within(rows, "t", "one", ", one chain")
+                  | within(rows, "t", "mean", ", 1,024 chains"), log="y", points=True)]
+
+
+def table3(rows):
+    """Without convolution width does not help | 0.113, 0.158, 0.140 (spread 0.03 to 0.07) at the same d"""
+    return [panel("No convolution, T = 128", "d", GAP, over_x(rows, "gap"), log="x", points=True, marks=[0.03])]
+
+
+def orders(rows):
+    """Ours: from order 2 on MambaZero keeps a gap, which a ReLU after the convolution closes"""
+    return [panel("MambaZero and the ReLU", "order k", GAP, over_x(rows, "gap"), log="y", points=True, marks=[2e-3])]
+
+
+def dynamics(rows):
+    """Ours: plateau and drop, what moves first, MambaZero at order 1"""
+    picks = {"gap": lambda e: e["gap"], "ratio of products": lambda e: e["off"] / e["on"],
+             "1 - a": lambda e: 1 - e["a"],
+             "distance to Theorem 1": lambda e: e["distance"], "beta vector": lambda e: math.dist(e["beta"], (1, 1))}
+    lines = {name: over_steps(rows, pick) for name, pick in picks.items()}
+    half = {}
+    for name, (steps, y) in lines.items():
+        y = np.array(y)
+        moved = (y - y[:, -1:]) ** 2 <= (y[:, :1] - y[:, -1:]) ** 2 / 4  # (seeds, checkpoints)
+        half[name] = rows[0]["seeds"], [np.array(steps)[moved.argmax(1)]]
+    return [panel("Along training", "step", "see legend", lines, log="y"),
+            panel("First step half way from start to end", "seed", "step", half, points=True)]
+
+
+def length(rows):
+    """Ours: trained on 256 tokens, read up to 16,384"""
+    return [panel("Gap by position", "t", "gap (nats)", within(rows, "t", "gap"), log="xy", marks=[2e-3]),
+            panel("Mean over the first T", "T", "gap (nats)", within(rows, "T", "upto"), log="xy", points=True)]
+
+
+def theorem2(rows):
+    """Ours: d p of the exact models, their counts quantised, beside the lower bound of Theorem 2"""
+    lines = {"bound": ([1, 1e3], [1, 1e3])}
+    for row in rows:
+        [v] = row["values"]
+        lines[row["line"]] = np.array([(b, dp) for b, dp in zip(v["bound"], v["counts"]) if b >= 1]).T
+    return [panel("Bits of state", "2^k (1 - 3 eps) log2(1 / eps)", "d p, counts only", lines, log="xy", points=True)]
+
+
+def prior(rows):
+    """Ours: trained on beta = 1 and tested on another, the model follows the add-beta of its training"""
+    lines = within(rows, "beta", "old", " to add-1") | within(rows, "beta", "new", " to the new optimum")
+    lines |= within(rows[:1], "beta", "between", ": add-1 to the new optimum")
+    return [panel("Another prior", "beta of the test", "mean |difference of P(1)|", lines, log="xy", points=True)]
+
+
+FIGURES = {name: globals()[name] for name in RUNS}
 
 # ----------------------------------------------------------------------------------------------------------------------
 # From runs to results
@@ -304,9 +412,12 @@ def run_folder(flags, seed):
     return Path("out/figures") / f"{re.sub(r'[^a-z0-9.]+', '-', flags.strip('- '))}-seed-{seed}"
 
 
+flag_parser = functools.cache(train.make_parser)
+
+
 def finished_run(flags, seed):
     """The run as measurements want it, or None if it has not ended yet. Exact models are made on the spot."""
-    args = train.make_parser().parse_args(f"{flags} --seed {seed}".replace("exact ", "").split())
+    args = flag_parser().parse_args(f"{flags} --seed {seed}".replace("exact ", "").split())
     if flags.startswith("exact"):
         model = laplace_switching(args.states, args.beta, args.switch) if args.switch else \
             laplace_any_order(args.states, args.order, args.beta)
@@ -332,30 +443,36 @@ def launch(flags, seed):
         raise ValueError(f"{folder}: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}")
 
 
-def spec(name, seeds, flags):
+def spec(name, a):
     """The rows of a figure without values: line, x, flags with those of the command line, seeds."""
     count, _, runs = RUNS[name]
-    return [dict(line=line, x=x, flags=f"{f} {flags}".strip(),
-                 seeds=list(range(1 if f.startswith("exact") else seeds or count))) for (line, x), f in runs.items()]
+    return [dict(line=line, x=x, flags=f"{f} {a.flags}".strip(),
+                 seeds=list(range(1 if f.startswith("exact") else a.seeds or count))) for (line, x), f in runs.items()]
 
 
 def compute(names, a):
     """Launch what is missing, as many runs at once as there are cores, then measure and write results/ID.json."""
-    specs = {name: spec(name, a.seeds, a.flags) for name in names}
+    specs = {name: spec(name, a) for name in names}
     wanted = dict.fromkeys((row["flags"], seed) for rows in specs.values() for row in rows for seed in row["seeds"])
     missing = [run for run in wanted if finished_run(*run) is None]
+    failed = []
     with ThreadPoolExecutor(a.jobs) as pool:
         jobs = [pool.submit(launch, *run) for run in missing]
-        for job in tqdm(as_completed(jobs), "runs", len(jobs), disable=not jobs):
-            if job.exception():
-                pool.shutdown(cancel_futures=True)
-                raise job.exception()
+        try:
+            for job in tqdm(as_completed(jobs), "runs", len(jobs), disable=not jobs):
+                failed += [str(job.exception())] if job.exception() else []
+        except KeyboardInterrupt:  # the runs at work got it too, and stop at their last checkpoint
+            pool.shutdown(cancel_futures=True)
+            raise SystemExit(130) from None
+    if failed:
+        raise ValueError(f"{len(failed)} of {len(missing)} runs failed, the first: {failed[0]}")
     torch.set_num_threads(1)
     for name, rows in specs.items():
-        for row in tqdm(rows, f"measuring {name}", leave=False):
+        for row in tqdm(rows, f"measuring {name}", leave=False, disable=None):
             runs = [finished_run(row["flags"], seed) for seed in row["seeds"]]
             with torch.no_grad():
-                row["values"] = [rounded(RUNS[name][1](run)) for run in runs]
+                values = json.dumps([RUNS[name][1](run) for run in runs], allow_nan=False)
+            row["values"] = json.loads(values, parse_float=lambda text: float(f"{float(text):.6g}"))  # six digits
             row["minutes"] = round(sum(minutes(run) for run in runs), 2)
         result = dict(id=name, claim=FIGURES[name].__doc__, torch=torch.__version__, rows=rows)
         a.results.mkdir(parents=True, exist_ok=True)
@@ -368,13 +485,6 @@ def minutes(run):
     return sum(e["ms_per_step"] * (e["step"] - before["step"]) for before, e in zip(log, log[1:])) / 6e4
 
 
-def rounded(value):
-    """Numbers to six digits, in whatever lists and dicts."""
-    if isinstance(value, dict):
-        return {k: rounded(v) for k, v in value.items()}
-    return [rounded(v) for v in value] if isinstance(value, list) else float(f"{value:.6g}")
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # From results to pictures and tables
 
@@ -382,14 +492,14 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 
 
 def table(panels):
-    """Lines of text: mean +- std over seeds, at up to eight x of each panel."""
+    """Lines of text: name (seeds), then x: mean ± standard deviation at up to eight x."""
     for p in panels:
         yield f"{p['title']}: {p['ylabel']} over {p['xlabel']}"
         for name, (x, y) in p["lines"].items():
             pick = np.unique(np.linspace(0, len(x) - 1, 8).round().astype(int))
             spread = y.std(0, ddof=1) if len(y) > 1 else 0 * y[0]
-            yield f"  {name}, {len(y)} seeds"
-            yield "    " + "  ".join(f"{x[i]:g}: {y[:, i].mean():.3g} ± {spread[i]:.1g}" for i in pick)
+            numbers = (f"{x[i]:.4g}: {y[:, i].mean():.3g}" + f" ± {spread[i]:.1g}" * (len(y) > 1) for i in pick)
+            yield f"  {name} ({len(y)})  " + "  ".join(numbers)
 
 
 def draw(panels, path):
@@ -407,10 +517,11 @@ def draw(panels, path):
         for (name, (x, y)), color, mark in zip(p["lines"].items(), COLORS * 2, "osD^vPX" * 2):
             mean, std = y.mean(0), y.std(0, ddof=1) if len(y) > 1 else 0 * y[0]
             if p.get("points"):
-                ax.set_xticks(x)
+                if "x" not in p.get("log", ""):
+                    ax.set_xticks(x)
                 ax.errorbar(x, mean, std, color=color, marker=mark, markersize=4, capsize=3, label=name)
                 ax.plot(x, y.T, mark, color=color, markersize=2.5, alpha=0.4)  # every seed
-            elif name.startswith(("add-", "optimum", "exact")):
+            elif name in ("add-1", "optimum", "exact"):
                 ax.plot(x, mean, "k--", linewidth=1, zorder=9, label=name)
             else:
                 ax.plot(x, mean, color=color, label=name)
@@ -461,10 +572,12 @@ def main(argv=None):
             parser.error(f"there is no {name}; choose from {', '.join(FIGURES)}")
     if a.jobs < 1 or a.seeds is not None and a.seeds < 1:
         parser.error("--jobs and --seeds must be at least 1")
+    if a.flags and a.results == parser.get_default("results"):
+        parser.error("--flags is for trying things: it needs another folder for --results")
     names = a.id or list(FIGURES)
     if a.list:
         for name in names:
-            rows, runs = read(name, a), spec(name, a.seeds, a.flags)
+            rows, runs = read(name, a), spec(name, a)
             cost = f"{sum(row['minutes'] for row in rows):.0f} minutes on one core" if rows else "not run yet"
             print(f"{name:9s} {FIGURES[name].__doc__}\n          {sum(len(r['seeds']) for r in runs)} runs, {cost}")
         return
@@ -486,9 +599,7 @@ def main(argv=None):
 
 def up_to_date(name, a):
     """Whether results/ID.json holds the very runs that are asked for."""
-    rows = read(name, a)
-    return rows is not None and [{k: row[k] for k in ("line", "x", "flags", "seeds")} for row in rows] \
-        == spec(name, a.seeds, a.flags)
+    return [{k: row[k] for k in ("line", "x", "flags", "seeds")} for row in read(name, a) or []] == spec(name, a)
 
 
 if __name__ == "__main__":

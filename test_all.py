@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 import bench
+import figures
 import mambazero
 import ssm
 import train
@@ -1426,3 +1427,135 @@ def test_without_convolution_it_does_not(model, monkeypatch):
 def test_mamba_learns_every_order(order, monkeypatch):
     monkeypatch.setattr(train.MarkovData, "held_out", 1024)
     assert run("--model", "mamba", "--order", order)["gap"] <= 2e-3
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# figures.py
+
+
+def finished(model, flags=""):
+    """A run as figures.py hands it to its measurements."""
+    args = figures.flag_parser().parse_args(flags.split())
+    log = [dict(step=step, gap=0.1, bayes=0.5, ms_per_step=1.0) for step in (0, 5, 10)]
+    return types.SimpleNamespace(model=model, args=args, log=log, folder="")
+
+
+def test_readout_finds_theorem_1_and_tells_predecessor_counts_apart():
+    model = mambazero.laplace_first_order(2, 0.7)
+    found = figures.readout_of(model)
+    assert found == dict(on=1.0, off=0.0, beta=[pytest.approx(0.7)] * 2, distance=0.0, a=1.0)
+    model.head.weight *= 3  # L1 does not see the scale of the logits
+    again = figures.readout_of(model)
+    assert again["beta"] == pytest.approx([0.7] * 2) and again["distance"] < 1e-12
+    block = model.blocks[0]
+    block.conv_weight[: block.E + 2] = block.conv_weight[: block.E + 2].flip(1)  # b of this token, x~ of the one before
+    other = figures.readout_of(model)
+    assert other["off"] == other["on"] == 0.5 and other["distance"] > 0.5
+
+
+@torch.no_grad()
+def test_gap_by_position_is_the_gap():
+    run_ = finished(Mamba(MambaConfig(**PRESETS["mamba"])), "--length 64")
+    x = figures.chains(run_, 2000, 65)
+    ours, best = figures.probabilities(run_, x)
+    loss = -ours[:, :-1].gather(-1, x[:, 1:, None]).log().squeeze(-1)
+    assert figures.kl(ours, best)[:, :-1].mean().item() == pytest.approx((loss - bayes_loss(x, 2, 1)).mean().item(), abs=5e-3)
+    exact = figures.by_position(finished(mambazero.laplace_first_order(2, 1.0), "--length 16"))
+    assert max(exact["gap"]) < 1e-8 and exact["T"][-1] == 1024
+
+
+@torch.no_grad()
+def test_measurements_of_the_exact_models():
+    run_ = finished(mambazero.laplace_first_order(2, 1.0), "--length 50")
+    prior = figures.other_prior(run_)
+    assert max(prior["old"]) < 1e-6 and prior["new"] == pytest.approx(prior["between"], abs=1e-6)
+    assert prior["between"][0] > 0.05 and max(figures.hold_out(run_)["mean"]) < 1e-6
+    assert figures.outcome(run_)["distance"] < 1e-6 and figures.outcome(run_)["share"] == 0.2
+    run_ = finished(mambazero.laplace_switching(2, 1.0, 0.05), "--switch 0.05")
+    found = figures.switching(run_)
+    assert found["at"] == 0 and found["elsewhere"] == 1 and abs(found["gap"]) < 1e-9
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("k", [1, 4])
+def test_quantised_states_obey_theorem_2(k):
+    found = figures.quantised(finished(mambazero.laplace_any_order(2, k, 1.0), f"--order {k}"))
+    assert found["eps"][0] > 0.03 and found["eps"][-1] < 2e-3
+    for counts, whole, bound in zip(found["counts"], found["whole"], found["bound"]):
+        assert bound <= counts < whole
+
+
+def test_every_figure_names_runs_that_train_accepts():
+    paper = "fig1a fig1b fig3a fig3b fig4 fig5a fig5b fig6 fig7 fig8 fig9 fig10 fig11 fig12 fig13 table2 table3"
+    assert set(paper.split()) | {"orders", "dynamics", "length", "theorem2", "prior"} == set(figures.FIGURES)
+    fields = dict(vocab=2, window=2, d=16, state=16, block=512)
+    for flags in {flags for _, _, runs in figures.RUNS.values() for flags in runs.values()}:
+        if not flags.startswith("exact"):
+            args = figures.flag_parser().parse_args(flags.split())
+            train.check(args)
+            train.make_model(args, types.SimpleNamespace(fields=fields))
+
+
+def test_every_figure_draws_what_it_prints(monkeypatch, capsys, tmp_path):
+    models = {V: Mamba(MambaConfig(**PRESETS["mambazero"], vocab=V)) for V in (2, 3, 4, 6, 8)}
+
+    def finished_run(flags, seed):
+        run_ = finished(None, flags.replace("exact", ""))
+        run_.model = mambazero.laplace_any_order(2, run_.args.order, 1.0) if "exact --order" in flags else \
+            models[run_.args.states + (run_.args.switch > 0)]
+        return run_
+
+    monkeypatch.setattr(figures, "finished_run", finished_run)
+    monkeypatch.setattr(train, "load_model", lambda *folder_and_step: models[2])
+    figures.main(["--run", "--results", str(tmp_path), "--seeds", "2", "--flags", "--length 12"])
+    out = capsys.readouterr().out
+    for name in figures.FIGURES:
+        rows = json.loads((tmp_path / f"{name}.json").read_text())["rows"]
+        assert f"\n{name}: " in "\n" + out and all(row["line"] in out or name == "fig10" for row in rows
+                                                  if name not in ("fig5a", "fig5b", "dynamics"))
+        assert (tmp_path / f"{name}.png").exists() == (f"{tmp_path}/{name}.png" in out)
+    figures.main(["--list", "--results", str(tmp_path)])
+    assert capsys.readouterr().out.count(" runs, 0 minutes on one core") == len(figures.FIGURES)
+
+
+def test_runs_are_shared_resumed_and_not_repeated(monkeypatch, capsys, tmp_path):
+    argv = ["fig3a", "dynamics", "--results", str(tmp_path / "r"), "--seeds", "1",
+            "--flags", "--steps 4 --batch 2 --length 16 --eval-every 2"]
+    folder = figures.run_folder(figures.ZERO_1 + " " + argv[-1], 0)
+    run(*figures.ZERO_1.split(), *argv[-1].split(), "--steps", 2, "--out", folder)  # as if interrupted half way
+    config = json.loads((folder / "config.json").read_text())
+    config["args"]["steps"] = 4
+    (folder / "config.json").write_text(json.dumps(config))
+    figures.main([*argv, "--run", "--jobs", "2"])
+    assert [e["step"] for e in losses(folder)] == [0, 2, 4] and (folder / "model-2.pt").exists()
+    monkeypatch.setattr(figures, "launch", lambda *run_: pytest.fail(f"launched {run_}"))
+    (tmp_path / "r/fig3a.json").unlink()
+    capsys.readouterr()
+    figures.main([*argv, "--run"])
+    rows = json.loads((tmp_path / "r/fig3a.json").read_text())["rows"]
+    gaps = [abs(e["gap"]) for e in losses(folder)]
+    assert rows[1]["line"] == "MambaZero" and rows[1]["values"][0]["gaps"] == pytest.approx(gaps, rel=1e-4)
+    assert f"4: {gaps[-1]:.3g}" in capsys.readouterr().out
+
+
+def test_figures_without_matplotlib_print_the_numbers(monkeypatch, capsys, tmp_path):
+    rows = [dict(line="Mamba", x=k, flags="", seeds=[0, 1], values=[dict(distance=0.1), dict(distance=0.3)], minutes=0)
+            for k in (1, 2)]
+    (tmp_path / "fig1b.json").write_text(json.dumps(dict(rows=rows)))
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    figures.main(["--results", str(tmp_path)])
+    out = capsys.readouterr().out
+    assert "Mamba (2)  1: 0.2 ± 0.1  2: 0.2 ± 0.1" in out and "not installed" in out
+    assert [p.name for p in tmp_path.iterdir()] == ["fig1b.json"]
+
+
+@pytest.mark.parametrize("argv", [["fig2"], ["fig1a"], ["--seeds", "0"], ["--jobs", "0"], ["--results", ""],
+                                  ["fig1a", "--run", "--flags", "--steps 2"], ["fig5a", "--list", "--nonsense"],
+                                  ["fig5a", "--run", "--results", "r", "--flags", "--steps x"],
+                                  ["fig5a", "--run", "--results", "r", "--seeds", "1", "--flags", "--lr 0"]])
+def test_bad_input_to_figures_is_one_line(argv, capsys, tmp_path):
+    with pytest.raises(SystemExit) as stop:
+        figures.main(argv)
+    err = capsys.readouterr().err.rstrip("\n").split("\r")[-1]
+    assert stop.value.code == 2 and len([text for text in err.splitlines() if "error" in text]) == 1
+    assert not list(tmp_path.iterdir())

@@ -287,12 +287,12 @@ class Parser(argparse.ArgumentParser):
     """argparse, but an error is one line."""
 
     def error(self, message):
-        self.exit(2, f"train.py: error: {' '.join(message.split())}\n")
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
 
 def make_parser():
     """All flags: the run's own, then one for each field of the models' dataclasses, its comment being the help."""
-    p = Parser(description="Train a model to predict in context, and measure its gap to the optimum.",
+    p = Parser(prog="train.py", description="Train a model to predict in context, and measure its gap to the optimum.",
                allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     g = p.add_argument_group("what to train on")
     g.add_argument("--data", choices=DATA, default="markov", help="the task")
@@ -425,8 +425,7 @@ def run_folder(args):
     return out
 
 
-# What may differ in a resumed run.
-FREE = {"steps", "eval_every", "keep", "device", "threads", "compile", "out", "resume", "eval"}
+FREE = {"steps", "eval_every", "device", "threads", "compile", "out", "resume", "eval"}  # may differ in a resumed run
 
 
 def parse(argv):

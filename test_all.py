@@ -1519,23 +1519,25 @@ def test_every_figure_draws_what_it_prints(monkeypatch, capsys, tmp_path):
 
 
 def test_runs_are_shared_resumed_and_not_repeated(monkeypatch, capsys, tmp_path):
-    argv = ["fig3a", "dynamics", "--results", str(tmp_path / "r"), "--seeds", "1",
+    argv = ["fig5a", "dynamics", "--results", str(tmp_path / "r"), "--seeds", "1",
             "--flags", "--steps 4 --batch 2 --length 16 --eval-every 2"]
     folder = figures.run_folder(figures.ZERO_1 + " " + argv[-1], 0)
-    run(*figures.ZERO_1.split(), *argv[-1].split(), "--steps", 2, "--out", folder)  # as if interrupted half way
+    run(*figures.ZERO_1.split(), *argv[-1].split(), "--steps", 2, "--out", folder)
     config = json.loads((folder / "config.json").read_text())
-    config["args"]["steps"] = 4
+    config["args"]["steps"] = 4  # as if interrupted half way
     (folder / "config.json").write_text(json.dumps(config))
-    figures.main([*argv, "--run", "--jobs", "2"])
-    assert [e["step"] for e in losses(folder)] == [0, 2, 4] and (folder / "model-2.pt").exists()
+    figures.main([*argv, "--run"])
+    assert [e["step"] for e in losses(folder)] == [0, 2, 4]
+    assert sorted(p.name for p in folder.glob("model*")) == ["model-0.pt", "model-2.pt", "model-4.pt", "model.pt"]
     monkeypatch.setattr(figures, "launch", lambda *run_: pytest.fail(f"launched {run_}"))
-    (tmp_path / "r/fig3a.json").unlink()
+    (tmp_path / "r/dynamics.json").unlink()
     capsys.readouterr()
     figures.main([*argv, "--run"])
-    rows = json.loads((tmp_path / "r/fig3a.json").read_text())["rows"]
+    [row] = json.loads((tmp_path / "r/dynamics.json").read_text())["rows"]
     gaps = [abs(e["gap"]) for e in losses(folder)]
-    assert rows[1]["line"] == "MambaZero" and rows[1]["values"][0]["gaps"] == pytest.approx(gaps, rel=1e-4)
-    assert f"4: {gaps[-1]:.3g}" in capsys.readouterr().out
+    assert row["seeds"] == [0] and [e["gap"] for e in row["values"][0]] == pytest.approx(gaps, rel=1e-4)
+    assert len({e["distance"] for e in row["values"][0]}) == 3  # each checkpoint is its own model
+    assert f"gap (1)  0: {gaps[0]:.3g}  2: {gaps[1]:.3g}" in capsys.readouterr().out
 
 
 def test_figures_without_matplotlib_print_the_numbers(monkeypatch, capsys, tmp_path):
@@ -1559,3 +1561,12 @@ def test_bad_input_to_figures_is_one_line(argv, capsys, tmp_path):
     err = capsys.readouterr().err.rstrip("\n").split("\r")[-1]
     assert stop.value.code == 2 and len([text for text in err.splitlines() if "error" in text]) == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_the_transformer_has_a_learning_rate_of_its_own(tmp_path):
+    for name, flags, expected in [("mamba", [], [2e-2, 0.1]), ("transformer", [], [3e-3, 1.0]),
+                                  ("transformer", ["--lr", "0.5", "--clip", "2"], [0.5, 2.0])]:
+        out = tmp_path / "-".join([name, *flags])
+        run(*TINY, "--steps", "1", "--model", name, *flags, "--out", out)
+        args = json.loads((out / "config.json").read_text())["args"]
+        assert [args["lr"], args["clip"]] == expected

@@ -1461,14 +1461,14 @@ def test_gap_by_position_is_the_gap():
     loss = -ours[:, :-1].gather(-1, x[:, 1:, None]).log().squeeze(-1)
     assert figures.kl(ours, best)[:, :-1].mean().item() == pytest.approx((loss - bayes_loss(x, 2, 1)).mean().item(), abs=5e-3)
     exact = figures.by_position(finished(mambazero.laplace_first_order(2, 1.0), "--length 16"))
-    assert max(exact["gap"]) < 1e-8 and exact["T"][-1] == 1024
+    assert max(exact["gap"]) == 1e-6 and exact["T"][-1] == 1024
 
 
 @torch.no_grad()
 def test_measurements_of_the_exact_models():
     run_ = finished(mambazero.laplace_first_order(2, 1.0), "--length 50")
     prior = figures.other_prior(run_)
-    assert max(prior["old"]) < 1e-6 and prior["new"] == pytest.approx(prior["between"], abs=1e-6)
+    assert max(prior["old"]) < 1e-9 and prior["new"] == pytest.approx(prior["between"], abs=1e-6)
     assert prior["between"][0] > 0.05 and max(figures.hold_out(run_)["mean"]) < 1e-6
     assert figures.outcome(run_)["distance"] < 1e-6 and figures.outcome(run_)["share"] == 0.2
     run_ = finished(mambazero.laplace_switching(2, 1.0, 0.05), "--switch 0.05")

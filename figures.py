@@ -215,8 +215,9 @@ RUNS = {
     "fig8": (3, outcome, {("Mamba", S): MAMBA_1 + f" --states {S}" * (S > 2) for S in (2, 4, 6, 8)}),
     "fig9": (3, outcome, {("window", w): flags for (line, w), flags in WINDOWS.items() if line == "order 1" and w < 6}
              | {("layers", n): MAMBA_1 + f" --layers {n}" * (n > 1) for n in (1, 2, 3, 4)}),
-    "fig10": (3, outcome, grid({f"{name}, depth {n}": flags + f" --layers {n} --length 128 --batch {B}" for n in (1, 2, 4)
-                                for name, flags, B in (("Mamba", MAMBA, 32), ("transformer", GPT, 8))}, ORDERS[:3])),
+    "fig10": (3, outcome, grid({f"{name}, depth {n}": flags + f" --length 128 --layers {n}" for n in (1, 2, 4) for
+                                name, flags in (("Mamba", MAMBA + " --batch 32"), ("transformer", GPT + " --batch 8"))},
+                               ORDERS[:3])),
     "fig11": (3, outcome, grid({"Mamba": MAMBA, "transformer": GPT, "with convolution": GPT + " --conv qkv"}, ORDERS)),
     "fig12": (5, outcome, {("1 layer, convolution", 0): MAMBA_1, ("1 layer, none", 0): NO_CONV,
                            ("2 layers, none", 0): NO_CONV + " --layers 2"}),

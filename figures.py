@@ -182,7 +182,7 @@ def quantised(run):
 # Runs: id -> seeds, measurement, {(line, x): flags}. What flags do not say is train.py's default: 1,000 steps, B = 64,
 # T = 256, where the paper takes 10,000 steps. Transformers see as many tokens in smaller batches: with more updates two
 # layers get to half the gap at order 2. Switches are rare and need the most updates. The many runs of Figures 6 and 10
-# are on shorter chains; Table 3, where a width of 1,000 is the expense, has no MLP, e = 1, and a rate that falls with d.
+# are on shorter chains; Table 3, where a width of 1,000 is costly, has no MLP, e = 1, and a rate that falls with d.
 
 ORDERS = (1, 2, 3, 4)
 MAMBA, ZERO = "--model mamba --order {}", "--model mambazero --order {}"

@@ -198,7 +198,7 @@ def learning_rate(step, args):
 def settle(args, config):
     """The defaults that depend on the model, as measured: a slow start brought more L1 seeds below 1e-4, but left
     softmax at order 3, seed 0, at a gap of 1e-2 where a fast one reached 3e-4. Two transformer layers end at 3.5e-2
-    with Mamba's lr and clip, at 5.9e-3 with their own (order 1, seed 0); 1e-2 was as good there, but worse at order 2."""
+    with Mamba's lr and clip, at 5.9e-3 with their own (order 1, seed 0); 1e-2 did as well there, worse at order 2."""
     attention = args.model in transformer.PRESETS
     args.lr = args.lr or (3e-3 if attention else 2e-2)
     args.clip = args.clip or (1.0 if attention else 0.1)

@@ -81,6 +81,7 @@ class MambaConfig:
 PRESETS = {
     "mamba": dict(act="relu", gate=True, mlp=True, predict="softmax"),  # PAPER: Section 2.2, the full layer
     "mambazero": dict(act="none", gate=False, mlp=False, predict="l1"),  # PAPER: Section 3, the stripped one
+    "wikitext-mamba": dict(d=256, layers=4, state=32, heads=8, window=4, act="silu", mlp=False, norm=True, tie=True),
 }
 
 
@@ -258,6 +259,8 @@ def _init_weights(model):
         if block.conv_width:
             nn.init.uniform_(block.conv_weight, -(cfg.window**-0.5), cfg.window**-0.5)
             nn.init.zeros_(block.conv_bias)
+    if cfg.tie:  # as in GPT-2: a head with PyTorch's embeddings of spread 1 would start out certain and wrong
+        nn.init.normal_(model.embed.weight, std=0.02)
     if cfg.predict == "l1":
         # Everything positive: then all scores start on one side of the kink of |l|. Squares of normals spread wide, so
         # that two tokens look different from the start, which shortens the phase of counting without context.

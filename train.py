@@ -42,6 +42,7 @@ import mambazero
 import transformer
 from laplace import add_beta, bayes_loss
 from markov import sample_chain, sample_kernel, sample_switching
+from wikitext import WikitextData
 
 
 def stream(seed, name, index=0, device="cpu"):
@@ -52,6 +53,7 @@ def stream(seed, name, index=0, device="cpu"):
 class MarkovData:
     """Random Markov chains (markov.py) against add-beta (laplace.py)."""
 
+    defaults = {}  # flags that this task wants different
     held_out = 1024  # chains in the evaluation set, the same at every evaluation
     pool = 4096  # training chains drawn at once: a batch at a time would cost more than the model
 
@@ -115,7 +117,7 @@ class MarkovData:
             yield f"{t + 1:40d} {x[0, t]:5d} {ours[t]:8.4f} {best[t]:8.4f}   {ours[t] - best[t]:+.4f}"
 
 
-DATA = {"markov": MarkovData}
+DATA = {"markov": MarkovData, "wikitext": WikitextData}
 MODELS = {name: (mambazero.Mamba, mambazero.MambaConfig, preset) for name, preset in mambazero.PRESETS.items()}
 MODELS |= {name: (transformer.Transformer, transformer.TransformerConfig, p) for name, p in transformer.PRESETS.items()}
 
@@ -126,7 +128,9 @@ def train(args, data, model, optimizer, scaler, start, out, device):
     params = list(model.parameters())
     forward = compiled(model, data, amp) if args.compile else model
     losses, metrics, clock = [], None, time.perf_counter()
-    terminal = bool(sys.stderr and sys.stderr.isatty())
+    rank, world = processes()
+    forward = torch.nn.parallel.DistributedDataParallel(forward) if world > 1 else forward
+    terminal = bool(sys.stderr and sys.stderr.isatty()) and rank == 0
     bar = tqdm(total=args.steps, initial=start, disable=not terminal, leave=False)
 
     for step in range(start, args.steps + 1):
@@ -134,31 +138,35 @@ def train(args, data, model, optimizer, scaler, start, out, device):
         if due and (step > start or step == 0):  # a resumed run has logged the step it starts from
             if not losses:  # step 0: no update yet, show the first batch
                 with torch.no_grad(), amp:
-                    losses = [data.loss(forward, data.batch(step * args.accumulate))]
-            history = torch.stack(losses).double().cpu()
+                    losses = [data.loss(forward, data.batch(step * args.accumulate)[rank::world])]
+            history = over_processes(torch.stack(losses)).double().cpu()
             ms = 1e3 * (time.perf_counter() - clock) / len(losses)
             metrics = dict(step=step, train=history.mean().item(), **evaluate(forward, data, amp))
             metrics["ms_per_step"] = round(ms, 2)
             if not math.isfinite(metrics["train"] + metrics["val"]):  # keep the last good checkpoint
                 first = (~history.isfinite()).nonzero().flatten().tolist()
                 bad = step - len(losses) + 1 + first[0] if first and step else step
+                kept = rank == 0 and (out / "model.pt").exists()
                 raise SystemExit(f"train.py: the loss is not finite at step {bad}; a lower --lr may help"
-                                 + (f"; the last good checkpoint is in {out}" if (out / "model.pt").exists() else ""))
-            log(out, metrics)
-            save(out, model, optimizer, scaler, step, args.keep)
-            bar.write(line(metrics, args.steps), file=sys.stdout)
-            bar.set_postfix(loss=f"{metrics['train']:.4f}", gap=f"{metrics['gap']:+.4f}")
+                                 + (f"; the last good checkpoint is in {out}" if kept else ""))
+            if rank == 0:
+                log(out, metrics)
+                save(out, model, optimizer, scaler, step, args.keep)
+                bar.write(line(metrics, args.steps), file=sys.stdout)
+                bar.set_postfix_str(numbers(metrics))
             losses, clock = [], time.perf_counter()
         if step == args.steps:
             break
 
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, args)
-        torch.manual_seed(random.Random(f"{args.seed}/dropout/{step}").getrandbits(63))
+        torch.manual_seed(random.Random(f"{args.seed}/dropout/{step + rank * 10**9}").getrandbits(63))
         total = 0.0
         for micro in range(args.accumulate):
+            forward.require_backward_grad_sync = micro == args.accumulate - 1  # processes meet once an update
             with amp:
-                loss = data.loss(forward, data.batch(step * args.accumulate + micro)) / args.accumulate
+                x = data.batch(step * args.accumulate + micro)[rank::world]
+                loss = data.loss(forward, x) / args.accumulate
             scaler.scale(loss).backward()
             total = total + loss.detach()
         scaler.unscale_(optimizer)
@@ -170,6 +178,35 @@ def train(args, data, model, optimizer, scaler, start, out, device):
         bar.update()
     bar.close()
     return metrics
+
+
+def processes():
+    """(rank, number) of torchrun's processes, each of which takes its share of every micro-batch; (0, 1) without it."""
+    dist = torch.distributed
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
+
+
+def over_processes(x):
+    """Mean of a tensor over the processes."""
+    if processes()[1] > 1:
+        torch.distributed.all_reduce(x)
+    return x / processes()[1]
+
+
+def join_processes(args):
+    """The device of this process; if torchrun started it, after meeting the others. Only rank 0 prints and writes."""
+    device = torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
+    if torch.distributed.is_available() and torch.distributed.is_torchelastic_launched():
+        if device.type == "cuda":
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+        torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        rank, world = processes()
+        if args.batch % world:
+            raise ValueError(f"--batch must be a multiple of the {world} processes that share it, got {args.batch}")
+        if rank:
+            sys.stdout = open(os.devnull, "w")
+    return device
 
 
 def autocast(args, device):
@@ -253,8 +290,14 @@ def log(out, metrics):
 def line(metrics, steps):
     """What a run prints at an evaluation."""
     m = metrics
-    return (f"step {m['step']}/{steps} | train {m['train']:.4f} | val {m['val']:.4f} | bayes {m['bayes']:.4f} | "
-            f"gap {m['gap']:+.4f} | {m['ms_per_step']:.0f} ms/step")
+    return f"step {m['step']}/{steps} | train {m['train']:.4f} | {numbers(m)} | {m['ms_per_step']:.0f} ms/step"
+
+
+def numbers(metrics):
+    """What an evaluation measured, each number with its name."""
+    own = {name: value for name, value in metrics.items() if name not in ("step", "train", "ms_per_step")}
+    return " | ".join(f"{name.replace('_', ' ')} {value:{'+.4f' if name == 'gap' else '.4f' if value < 1e4 else '.4g'}}"
+                      for name, value in own.items())
 
 
 def load_checkpoint(out, name="model.pt"):
@@ -302,6 +345,9 @@ def make_parser():
     g.add_argument("--switch", type=float, default=0.0, help="probability per token of a switch to a fresh kernel")
     g.add_argument("--prior", type=float, nargs=2, metavar=("LOW", "HIGH"), default=[0.0, 1.0],
                    help="binary hold-out prior: P(1 | context) uniform between these")
+    g.add_argument("--corpus", default="corpus", help="wikitext: folder that wikitext.py made")
+    g.add_argument("--split", choices=("validation", "test"), default=None,
+                   help="wikitext: what is held out (default: validation, or test if there is none)")
     g.add_argument("--length", type=int, default=256, help="T, tokens read and predicted per sequence")
     g = p.add_argument_group("how to train")
     g.add_argument("--steps", type=int, default=1000, help="updates")
@@ -323,6 +369,7 @@ def make_parser():
     g.add_argument("--eval-every", type=int, default=100, help="steps between evaluations, each with a checkpoint")
     g.add_argument("--keep", action=argparse.BooleanOptionalAction, default=False,
                    help="keep every checkpoint, also as model-STEP.pt")
+    g.add_argument("--sample", metavar="TEXT", default=None, help="wikitext: show how the model continues TEXT")
     only = g.add_mutually_exclusive_group()
     only.add_argument("--resume", action="store_true", help="continue the run in --out")
     only.add_argument("--eval", action="store_true", help="only evaluate the run in --out, also on other data")
@@ -383,6 +430,8 @@ def check(args):
             raise ValueError(f"--{flag.replace('_', '-')} must be {right}, got {value}")
     if a.prior != [0.0, 1.0] and (a.states != 2 or a.beta != 1 or a.switch):
         raise ValueError("--prior is for binary chains: it needs --states 2 --beta 1 and no --switch")
+    if a.data != "wikitext" and (a.sample is not None or a.split):
+        raise ValueError("--sample and --split are for --data wikitext")
     if a.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: this machine or this PyTorch has no CUDA; use --device cpu")
     if a.dtype == "float16" and (a.device == "cpu" or not torch.cuda.is_available()):
@@ -425,7 +474,8 @@ def run_folder(args):
     return out
 
 
-FREE = {"steps", "eval_every", "device", "threads", "compile", "out", "resume", "eval"}  # may differ in a resumed run
+FREE = {"steps", "eval_every", "device", "threads", "compile", "out", "resume", "eval",
+        "sample"}  # may differ in a resumed run
 
 
 def parse(argv):
@@ -434,6 +484,8 @@ def parse(argv):
     args = parser.parse_args(argv)
     try:
         if not (args.resume or args.eval):
+            parser.set_defaults(**DATA[args.data].defaults)
+            args = parser.parse_args(argv)
             check(args)
             return args, None, None
         if args.out is None:
@@ -461,10 +513,11 @@ def main(argv=None):
     args, model, checkpoint = parse(argv)
     torch.set_num_threads(args.threads)
     keep_freed_memory()
-    device = torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
     clock, out = time.perf_counter(), args.out
     try:
         try:
+            device = join_processes(args)
+            rank, world = processes()
             data = DATA[args.data](args, device)
             model = (model or make_model(args, data)).to(device)
             if model.config.vocab != data.fields["vocab"]:
@@ -477,10 +530,10 @@ def main(argv=None):
                 start = checkpoint["step"]
                 optimizer.load_state_dict(checkpoint["optimizer"])
                 scaler.load_state_dict(checkpoint["scaler"])
-            else:
+            elif rank == 0:
                 out = run_folder(args)
                 out.mkdir(parents=True, exist_ok=True)
-            if not args.eval:
+            if not args.eval and rank == 0:
                 prepare_folder(args, model, device, start, out)
         except (ValueError, MemoryError, OSError) as error:
             make_parser().error(str(error) or "not enough memory")
@@ -495,6 +548,8 @@ def main(argv=None):
         with torch.no_grad():
             for text in data.report(model):
                 print(text)
+        if world > 1:
+            torch.distributed.destroy_process_group()
     except KeyboardInterrupt:
         resumable = not args.eval and out and (out / "model.pt").exists()
         again = f"; continue with: python train.py --resume --out {shlex.quote(str(out))}" if resumable else ""
@@ -504,8 +559,7 @@ def main(argv=None):
         raise
     except OSError as error:  # a full disk, a folder that became read-only
         raise SystemExit(f"train.py: {error}; what was saved before is in {out}") from None
-    print(f"done in {time.perf_counter() - clock:.0f} s | val {metrics['val']:.4f} | bayes {metrics['bayes']:.4f} | "
-          f"gap {metrics['gap']:+.4f} | {out}")
+    print(f"done in {time.perf_counter() - clock:.0f} s | {numbers(metrics)} | {out}")
     return metrics
 
 

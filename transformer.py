@@ -41,6 +41,7 @@ class TransformerConfig:
     conv: str = "none"  # which of q, k, v are convolved: "q", "kv", "qkv", ..., "none"
     window: int = 2  # convolution window w: k + 1 is what an order-k chain needs
     bias: bool = True  # biases of projections, LayerNorm and convolution, as in GPT-2
+    conv_bias: bool = True  # that of the convolution, if there are biases
     predict: str = "softmax"  # or "value": the head's output as it is (regression)
     tie: bool = False  # one matrix for embedding and head
     dropout: float = 0.0  # on embeddings, softmax attention and outputs, in training
@@ -62,7 +63,10 @@ class TransformerConfig:
             raise ValueError("tie needs token ids: real inputs have no embedding to share with the head")
 
 
-PRESETS = {"transformer": dict(attention="softmax", conv="none")}  # PAPER: the baseline; Figures 7 and 11 are switches
+PRESETS = {
+    "transformer": dict(attention="softmax", conv="none"),  # PAPER: the baseline; Figures 7 and 11 are switches
+    "wikitext-transformer": dict(d=256, layers=2, heads=4, window=4, conv_bias=False, tie=True),  # PAPER: Table 1
+}
 
 
 def phi(u):
@@ -110,7 +114,8 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(d, 3 * d, bias=config.bias)
         if config.conv != "none":
             self.conv_weight = nn.Parameter(torch.empty(len(config.conv) * d, config.window))
-            self.conv_bias = nn.Parameter(torch.empty(len(config.conv) * d)) if config.bias else None
+            bias = config.bias and config.conv_bias
+            self.conv_bias = nn.Parameter(torch.empty(len(config.conv) * d)) if bias else None
         self.out_proj = nn.Linear(d, d, bias=config.bias)
 
     def forward(self, u):

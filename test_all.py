@@ -1388,6 +1388,8 @@ def readme_commands():
 
 @pytest.mark.parametrize("command", [c for c in readme_commands() if c[0] == "train.py"], ids=" ".join)
 def test_readme_training_commands(command):
+    if "wikitext" in command:
+        corpus()
     if "--help" in command:
         with pytest.raises(SystemExit, match="0"):
             run(*command[1:])
@@ -1571,3 +1573,451 @@ def test_the_transformer_has_a_learning_rate_of_its_own(tmp_path):
         run(*TINY, "--steps", "1", "--model", name, *flags, "--out", out)
         args = json.loads((out / "config.json").read_text())["args"]
         assert [args["lr"], args["clip"]] == expected
+
+
+# wikitext.py
+
+import http.server
+import io
+import re
+import threading
+import zipfile
+
+import numpy as np
+
+import wikitext
+
+PROSE = " = Heading = \n \n A word , a <unk> and <|endoftext|> .\r\n  Two  spaces\tand a tab\u3000東京 は 日本 の 首都\n\nno end"
+
+
+def corpus(text=PROSE * 40, **flags):
+    """A corpus of one text; returns its table."""
+    Path("text.txt").write_bytes(text.encode("utf-8"))
+    wikitext.main(["--source", "text.txt"] + [str(a) for k, v in flags.items() for a in (f"--{k}", v)])
+    return json.loads(Path(flags.get("out", "corpus"), "corpus.json").read_text())
+
+
+def flat(split="train", out="corpus"):
+    table = json.loads(Path(out, "corpus.json").read_text())
+    return np.fromfile(Path(out, f"{split}.bin"), table["dtype"]), wikitext.make_tokenizer(table["tokenizer"], table["words"])
+
+
+class FakeTiktoken:
+    """GPT-2's way of cutting, near enough, with a number for each piece; special tokens raise as tiktoken's do."""
+
+    def __init__(self):
+        self.table = []
+
+    def get_encoding(self, name):
+        return self
+
+    def encode(self, text):
+        assert "<|endoftext|>" not in text
+        return self.encode_ordinary(text)
+
+    def encode_ordinary(self, text):
+        cut = re.findall(r"'[st]| ?[^\W\d_]+| ?\d+| ?(?:_|[^\s\w])+|\s+(?!\S)|\s+", text)
+        self.table += sorted(set(cut) - set(self.table))
+        return [self.table.index(piece) for piece in cut]
+
+    def decode(self, ids):
+        return "".join(self.table[i] for i in ids)
+
+
+def fails(main, *argv):
+    """The one line of an error that leaves nothing behind."""
+    before = {p: p.read_bytes() for p in Path(".").rglob("*") if p.is_file()}, {*Path(".").rglob("*")}
+    err = io.StringIO()
+    with pytest.raises(SystemExit) as stop, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stderr", err)
+        main([str(a) for a in argv])
+    assert stop.value.code == 2 and err.getvalue().count("\n") == 1, err.getvalue()
+    assert before == ({p: p.read_bytes() for p in Path(".").rglob("*") if p.is_file()}, {*Path(".").rglob("*")})
+    return err.getvalue()
+
+
+@pytest.mark.parametrize("name", wikitext.TOKENIZERS)
+def test_tokenizers_give_the_text_back(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tiktoken", FakeTiktoken())
+    for text in (PROSE, PROSE.replace("\n", "\r\n"), "", "\n", " <unk><unk>", "<|endoftext|>", "東京"):
+        Path("a.txt").write_bytes(text.encode())
+        words = wikitext.learn_words(wikitext.Text(Path("a.txt")), 1000)
+        tokenizer = wikitext.make_tokenizer(name, words)
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids.tolist()) == text and all(0 <= i < tokenizer.vocab for i in ids)
+    assert tokenizer.vocab == {"bytes": 256, "words": len(words), "gpt2": 50_304}[name]
+    if name == "gpt2":
+        assert tokenizer.decode([0, 50_300]) == tokenizer.decode([0])  # a row of the table that stands for nothing
+
+
+def test_words_are_the_frequent_ones_and_unknown_ones_keep_their_space():
+    Path("a.txt").write_text("b a a a b b b c \n")
+    assert wikitext.learn_words(wikitext.Text(Path("a.txt")), 5) == ["<unk>", " <unk>", "\n", " a", " b"]
+    tokenizer = wikitext.make_tokenizer("words", ["<unk>", " <unk>", "\n", " a", "b"])
+    assert tokenizer.encode("zebra a y\nb").tolist() == [0, 3, 1, 2, 4]
+    assert tokenizer.decode([0, 3, 1, 2, 4]) == "<unk> a <unk>\nb"
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 64, 10_000])
+def test_no_tokenizer_sees_where_a_text_was_cut(size, monkeypatch):
+    monkeypatch.setattr(wikitext, "PIECE", size)
+    Path("a.txt").write_bytes(PROSE.encode())
+    cut = list(wikitext.pieces(wikitext.Text(Path("a.txt"))))
+    assert "".join(cut) == PROSE and (len(cut) > 1 or size == 10_000)
+    if size >= 64:  # shorter ones cut words, which a real piece of a MiB does only to a word of a MiB
+        for encode in (wikitext.cut_words, lambda text: fake.decode(fake.encode_ordinary(text)), FakeTiktoken().encode_ordinary):
+            fake = FakeTiktoken()
+            assert [t for piece in cut for t in encode(piece)] == list(encode(PROSE))
+    Path("a.txt").write_bytes(b"\xff\xfe caf\xe9 " * 9)  # no UTF-8: bytes come through all the same
+    corpus_bytes = b"".join(wikitext.make_tokenizer("bytes").encode(p).tobytes() for p in wikitext.pieces(wikitext.Text(Path("a.txt"))))
+    assert corpus_bytes == b"\xff\xfe caf\xe9 " * 9
+
+
+@pytest.mark.parametrize("text", ["x" * 5_000_000, "words and more " * 300_000], ids=["one word", "words"])
+def test_pieces_are_small(text):
+    Path("a.txt").write_text(text)
+    sizes = [len(piece) for piece in wikitext.pieces(wikitext.Text(Path("a.txt")))]
+    assert sum(sizes) == len(text) and max(sizes) <= 2 * wikitext.PIECE and len(sizes) >= 3
+
+
+def test_one_text_is_split_nine_to_one_between_lines():
+    whole = "".join(f"line {i}\n" for i in range(1000))
+    table = corpus(whole)
+    train_, tokenizer = flat("train")
+    held, _ = flat("validation")
+    assert bytes(train_) + bytes(held) == whole.encode() and bytes(train_).endswith(b"\n")
+    assert abs(len(train_) / len(whole) - 0.9) < 0.001
+    assert table["splits"]["validation"] == dict(tokens=len(held), words=len(bytes(held).split()), bytes=len(held))
+    assert [table["splits"][s]["words"] for s in ("train", "validation")] == [1804, 196]  # of 2,000
+    corpus("東京 " * 10 + "x")
+    assert len(flat("train")[0]) == 63 and len(flat("validation")[0]) == 8  # no line end near
+    counts = corpus(PROSE * 50, tokenizer="words", vocab=300)["splits"]["train"]
+    ids, tokenizer = flat("train")
+    assert tokenizer.decode(ids).encode() == Path("text.txt").read_bytes()[: counts["bytes"]] and len(ids) == counts["tokens"]
+
+
+LAYOUTS = {"wikitext-103-raw/wiki.{}.raw": "raw", "wikitext-103/wiki.{}.tokens": "tokens", "wiki.{}.raw": "raw"}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_folders_and_archives_in_wikitexts_layout(layout):
+    for kind in ("folder", "zip"):
+        with zipfile.ZipFile("a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("__MACOSX/._wiki.train.raw", "\0")
+            for split in ("test", "train", "valid"):
+                archive.writestr(layout.format(split), f" = {split} = \r\n \n")
+        if kind == "folder":
+            zipfile.ZipFile("a.zip").extractall("folder")
+        wikitext.main(["--source", "a.zip" if kind == "zip" else "folder", "--out", kind])
+        for split, name in wikitext.SPLITS.items():
+            assert bytes(flat(name, kind)[0]) == f" = {split} = \r\n \n".encode()
+    (p := next(Path("folder").rglob("wiki.valid.*"))).unlink()  # what is there decides
+    Path(p.parent, "wiki.valid.txt").write_text("no split")
+    wikitext.main(["--source", "folder", "--out", "two"])
+    assert set(json.loads(Path("two/corpus.json").read_text())["splits"]) == {"train", "test"}
+    next(Path("folder").rglob("wiki.test.*")).unlink()
+    assert "wiki.valid.raw or wiki.test.raw" in fails(wikitext.main, "--source", "folder", "--out", "three")
+
+
+def test_splits_by_name():
+    for split in ("train", "validation", "test"):
+        Path(split).write_text(f"{split} text")
+    wikitext.main(["--train", "train", "--test", "test"])
+    assert bytes(flat("train")[0]) == b"train text" and bytes(flat("test")[0]) == b"test text"
+    args = train.parse(["--data", "wikitext", "--length", "4"])[0]
+    assert wikitext.WikitextData(args, torch.device("cpu")).split == "test"
+    wikitext.main(["--train", "train", "--validation", "validation", "--test", "test"])
+    assert wikitext.WikitextData(args, torch.device("cpu")).split == "validation"
+
+
+def test_bad_text_is_one_line_and_leaves_nothing():
+    Path("page.zip").write_text("<!DOCTYPE html><title>404</title>")
+    with zipfile.ZipFile("whole.zip", "w") as archive:
+        archive.writestr("wiki.train.raw", "x" * 5000)
+    Path("cut.zip").write_bytes(Path("whole.zip").read_bytes()[:1000])
+    Path("renamed.txt").write_bytes(Path("whole.zip").read_bytes()[:1000])
+    Path("empty").touch()
+    Path("one").write_text("x")
+    Path("folder").mkdir()
+    for argv, expected in {
+        "--source page.zip": "web page", "--source cut.zip": "cut short", "--source renamed.txt": "NUL", "--source empty": "empty",
+        "--source nowhere": "nowhere is no file", "--source nowhere.zip": "is no file", "--source one": "too short",
+        "--source whole.zip": "wiki.valid.raw", "--source folder": "wiki.train.raw", "--train one": "--test", "--test one": "--train",
+        "--train one --test empty": "empty", "--source one --train one --test one": "only --source", "--bogus 1": "bogus",
+        "--source one --tokenizer bpe": "bytes", "--source one --vocab 2": "--vocab", "--source one --vocab 1e9": "--vocab"}.items():
+        assert expected in fails(wikitext.main, *argv.split(), "--out", "new"), argv
+
+
+def test_gpt2_without_tiktoken_or_network(monkeypatch):
+    Path("text.txt").write_text(PROSE)
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    assert "pip install tiktoken" in fails(wikitext.main, "--source", "text.txt", "--tokenizer", "gpt2")
+    offline = types.SimpleNamespace(get_encoding=lambda name: (_ for _ in ()).throw(ConnectionError("no route\nto host")))
+    monkeypatch.setitem(sys.modules, "tiktoken", offline)
+    assert "TIKTOKEN_CACHE_DIR" in fails(wikitext.main, "--source", "text.txt", "--tokenizer", "gpt2")
+
+
+@pytest.fixture
+def mirror(monkeypatch):
+    """A server of a small archive under /good, and of all the ways in which a download fails."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for split in ("train", "valid", "test"):
+            archive.writestr(f"wikitext-103-raw/wiki.{split}.raw", f"{split} text " * 500)
+    good, seen = buffer.getvalue(), []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            seen.append(self.path)
+            body = dict(page=b"<html>moved</html>", same=b"x" * len(good)).get(self.path[1:], good)
+            refused = self.path == "/403" or "urllib" in self.headers["User-Agent"]
+            self.send_response(403 if refused else 200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body[:1000] if self.path == "/short" else body)
+
+        def log_message(self, *args):
+            pass
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.setattr(wikitext, "SIZE", len(good))
+    monkeypatch.setattr(wikitext, "AT", f"http://127.0.0.1:{server.server_port}/", raising=False)
+    use = lambda *names: monkeypatch.setattr(wikitext, "URLS", [wikitext.AT + name for name in names])
+    yield use, seen, good
+    server.shutdown()
+    server.server_close()
+
+
+def test_copies_are_tried_in_turn_until_one_is_whole(mirror):
+    use, seen, good = mirror
+    use("403", "short", "page", "same", "good", "never")
+    wikitext.main([])
+    assert seen == ["/403", "/short", "/page", "/same", "/good"]
+    assert sorted(p.name for p in Path("corpus").iterdir()) == [
+        "corpus.json", "test.bin", "train.bin", "validation.bin", "wikitext-103-raw-v1.zip"]
+    assert bytes(flat("test")[0]) == b"test text " * 500
+    use("403")
+    wikitext.main(["--tokenizer", "words"])  # from the archive that is there, without asking again
+    assert len(seen) == 5 and flat("test")[1].vocab == 7
+    cached = Path("corpus/wikitext-103-raw-v1.zip")
+    cached.write_bytes(good[:1000])
+    use("good")
+    wikitext.main([])
+    assert len(seen) == 6 and cached.read_bytes() == good
+
+
+def test_no_live_copy_is_one_line_that_says_what_to_do(mirror):
+    use, seen, good = mirror
+    use("403", "short", "page", "same")
+    message = fails(wikitext.main)
+    assert all(wikitext.AT + name in message for name in ("403", "short", "page", "same"))
+    assert "HTTP Error 403" in message and "18 bytes" in message and "corpus/wikitext-103-raw-v1.zip" in message
+    assert "--source" in message and not Path("corpus").exists()
+
+
+def test_a_stopped_tokenizer_leaves_the_corpus_that_was_there_or_none(monkeypatch):
+    Path("text.txt").write_text("some words\n" * 1000)
+    real = wikitext.pieces
+
+    def stopped(text):
+        yield next(real(text))
+        raise KeyboardInterrupt
+
+    for before in (False, True):
+        held = {p.name: p.read_bytes() for p in Path("corpus").glob("*")}
+        monkeypatch.setattr(wikitext, "pieces", stopped)
+        with pytest.raises(SystemExit) as stop:
+            wikitext.main(["--source", "text.txt", *["--tokenizer", "words"] * before])
+        assert stop.value.code == 130 and held == {p.name: p.read_bytes() for p in Path("corpus").glob("*")}
+        assert Path("corpus").exists() == before
+        monkeypatch.setattr(wikitext, "pieces", real)
+        wikitext.main(["--source", "text.txt"])
+    real = os.replace
+
+    def killed(a, b):  # between two renames: the old table must not describe new arrays
+        if "validation" in str(a):
+            raise RuntimeError
+        real(a, b)
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(RuntimeError):
+        wikitext.main(["--source", "text.txt", "--tokenizer", "words"])
+    assert "is no corpus" in fails(train.main, "--data", "wikitext", "--length", "8")
+
+
+def test_windows_reach_the_last_token():
+    tokens, seeds = np.arange(10, dtype=np.uint16), range(100)
+    with pytest.raises(ValueError, match="10 .* 10"):
+        wikitext.random_windows(tokens, 10, seeds)
+    x = wikitext.random_windows(tokens, 9, seeds)
+    assert x.dtype == torch.int64 and torch.equal(x, torch.arange(10).expand(100, -1))
+    x = wikitext.random_windows(tokens, 8, seeds)
+    assert set(x[:, 0].tolist()) == {0, 1} and torch.equal(x[:, 1:], x[:, :-1] + 1)
+    assert wikitext.random_windows(np.array([65_000], np.uint16).repeat(2), 1, [0]).tolist() == [[65_000] * 2]
+
+
+def wikitext_data(*argv):
+    return wikitext.WikitextData(train.parse(["--data", "wikitext", *map(str, argv)])[0], torch.device("cpu"))
+
+
+def test_batches_do_not_depend_on_how_an_update_is_cut_up():
+    corpus()
+    whole, parts = wikitext_data("--length", 9, "--batch", 12), wikitext_data("--length", 9, "--batch", 3)
+    assert torch.equal(whole.batch(2), torch.cat([parts.batch(i) for i in range(8, 12)]))
+    assert not torch.equal(whole.batch(0), whole.batch(1)) and whole.batch(0).shape == (12, 10)
+    assert not torch.equal(whole.batch(0), wikitext_data("--length", 9, "--batch", 12, "--seed", 1).batch(0))
+
+
+@pytest.mark.parametrize("length, batch", [(2, 1), (7, 3), (16, 16), (512, 1), (5000, 2)])
+def test_every_held_out_token_is_predicted_once(length, batch):
+    table, seen = corpus(PROSE * 100), []
+    log_probs = torch.randn(256, 256, generator=generator()).log_softmax(-1)
+
+    def bigram(x):
+        seen.append(x)
+        assert x.shape[0] <= batch and x.shape[1] == length
+        return log_probs[x]
+
+    data = wikitext_data("--length", length, "--batch", batch)
+    held = flat("validation")[0].astype(np.int64)
+    nll = -sum(log_probs[a, b].item() for a, b in zip([10, *held[:-1]], held))
+    result = data.evaluate(bigram)
+    assert result["val"] == pytest.approx(nll / len(held), rel=1e-5)
+    assert result["bits_per_byte"] == pytest.approx(nll / len(held) / math.log(2), rel=1e-5)
+    assert torch.cat([x.flatten() for x in seen])[: len(held)].tolist() == [10, *held[:-1].tolist()]
+
+
+def test_perplexities_say_what_they_divide_by():
+    got = wikitext.perplexities(6.0, 3, 2, 10)
+    assert got == pytest.approx(dict(val=2, token_perplexity=7.389056, word_perplexity=20.085537, bits_per_byte=0.8656170), abs=1e-6)
+    assert math.isfinite(wikitext.perplexities(1e6, 1e6, 0, 1e6)["word_perplexity"])  # no word at all
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+def test_memory_does_not_grow_while_reading():
+    corpus()
+    with open("corpus/train.bin", "wb") as f:
+        f.truncate(200 * 2**20)
+    table = json.loads(Path("corpus/corpus.json").read_text())
+    table["splits"]["train"]["tokens"] = 200 * 2**20
+    Path("corpus/corpus.json").write_text(json.dumps(table))
+    data = wikitext_data("--length", 64, "--batch", 8)
+    resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+    before, most = resident(), 0
+    for i in range(3000):
+        data.batch(i)
+        most = max(most, resident() - before)
+    assert most < 60 * 2**20
+
+
+def test_text_is_utf8_whatever_the_locale(tmp_path):
+    Path("text.txt").write_bytes(PROSE.encode() * 20)
+    env = os.environ | dict(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+    done = subprocess.run([sys.executable, str(HERE / "wikitext.py"), "--source", "text.txt", "--tokenizer", "words"],
+                          capture_output=True, text=True, env=env)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    ids, tokenizer = flat("train")
+    assert PROSE in tokenizer.decode(ids) and done.stdout.startswith("train")
+
+
+TEXT = ["--data", "wikitext", "--d", 8, "--layers", 1, "--heads", 2, *TINY]
+
+
+@pytest.mark.parametrize("flags", ["", "--no-conv", "--no-decay", "--act none", "--model wikitext-transformer",
+                                   "--model wikitext-transformer --conv qkv", "--dropout 0.2 --dtype bfloat16"])
+def test_language_models_of_tables_1_and_4_train(flags, capsys):
+    corpus()
+    metrics = run(*TEXT, *flags.split(), "--out", "a", "--sample", "The 東京")
+    out = capsys.readouterr().out
+    assert metrics["val"] < losses("a")[0]["val"] and losses("a")[0]["train"] == pytest.approx(math.log(256), abs=0.2)
+    names = ("val", "token perplexity", "word perplexity", "bits per byte")
+    assert all(f" {name} " in text for name in names for text in out.splitlines() if text.startswith(("step ", "done ")))
+    assert set(losses("a")[0]) == {"step", "train", "ms_per_step", *(name.replace(" ", "_") for name in names)}
+    assert "\nThe 東京" in out and "validation: " in out and " gap " not in out
+    model = train.load_model("a")
+    config = vars(model.config)
+    assert "window" not in flags and config["tie"] and config["window"] == 4 and model.head.weight is model.embed.weight
+    assert (config["conv"], config.get("decay"), config.get("act")) == {
+        "": ("xbc", True, "silu"), "--no-conv": ("none", True, "silu"), "--no-decay": ("xbc", False, "silu"),
+        "--act none": ("xbc", True, "none"), "--model wikitext-transformer": ("none", None, None),
+        "--model wikitext-transformer --conv qkv": ("qkv", None, None)}.get(flags, ("xbc", True, "silu"))
+
+
+def test_a_language_model_resumes_and_is_evaluated_on_the_test_split(monkeypatch, capsys):
+    Path("valid.txt").write_text("other words\n" * 50)
+    Path("text.txt").write_text("some words\n" * 50)
+    wikitext.main(["--train", "text.txt", "--validation", "valid.txt", "--test", "text.txt"])
+    monkeypatch.setattr(train, "learning_rate", lambda step, args: 1e-3)  # so that 5 and 10 steps begin alike
+    run(*TEXT, "--out", "whole")
+    run(*TEXT, "--steps", 5, "--out", "parts")
+    run("--resume", "--out", "parts", "--steps", 10, "--sample", "A")
+    assert same(weights("whole"), weights("parts")) and without_time(losses("whole")) == without_time(losses("parts"))
+    capsys.readouterr()
+    test = run("--eval", "--out", "whole", "--split", "test", "--sample", "A word")
+    first = capsys.readouterr().out
+    assert test["val"] != losses("whole")[-1]["val"] and "\nA word" in first and "\ntest: " in first
+    run("--eval", "--out", "whole", "--split", "test", "--sample", "A word")
+    assert capsys.readouterr().out.splitlines()[3:-1] == first.splitlines()[3:-1]  # the sample, too, follows --seed
+    assert run("--eval", "--out", "whole")["val"] == losses("whole")[-1]["val"]
+    corpus(tokenizer="words")
+    assert "256 symbols" in fails(train.main, "--eval", "--out", "whole")
+
+
+def test_bad_corpora_and_flags_are_one_line():
+    Path("text.txt").write_text("short")
+    assert "python wikitext.py --out corpus" in fails(train.main, "--data", "wikitext")
+    wikitext.main(["--train", "text.txt", "--test", "text.txt"])
+    assert "5 tokens hold no window of 8 + 1" in fails(train.main, "--data", "wikitext", "--length", 8)
+    assert "has only train and test" in fails(train.main, "--data", "wikitext", "--length", 4, "--split", "validation")
+    for flags in (["--sample", "a"], ["--split", "test"]):
+        assert "--data wikitext" in fails(train.main, *flags)
+    assert "--split" in fails(train.main, "--data", "wikitext", "--split", "train")
+    Path("corpus/train.bin").write_bytes(b"cut")
+    assert "damaged" in fails(train.main, "--data", "wikitext", "--length", 4)
+    for text in ("", "[]", "{}", '{"tokenizer": "bytes", "words": null, "splits": {"train": 1}}'):
+        Path("corpus/corpus.json").write_text(text)
+        assert "damaged" in fails(train.main, "--data", "wikitext", "--length", 4), text
+
+
+def test_parameter_counts_of_table_1():
+    count = lambda model: sum(p.numel() for p in model.parameters())
+    mamba = lambda **f: count(Mamba(MambaConfig(vocab=50_304, **PRESETS["wikitext-mamba"] | f)))
+    gpt = lambda **f: count(Transformer(TransformerConfig(vocab=50_304, block=512, **transformer.PRESETS["wikitext-transformer"] | f)))
+    assert (mamba(), mamba(conv="none")) == (14_538_560, 14_527_040)  # 14.54 M and 14.53 M
+    assert (gpt() - 512 * 256, gpt(conv="qkv") - 512 * 256) == (14_457_856, 14_464_000)  # without the position table
+    assert mamba(decay=False) == mamba() - 4 * 8 and mamba(act="none") == mamba()
+
+
+def test_a_tied_model_starts_out_undecided():
+    torch.manual_seed(0)
+    small = dict(vocab=500, d=64, layers=2)
+    for model in (Mamba(MambaConfig(**PRESETS["wikitext-mamba"] | small)),
+                  Transformer(TransformerConfig(**transformer.PRESETS["wikitext-transformer"] | small))):
+        x = tokens(4, 65, 500)
+        loss = -model(x[:, :-1]).gather(-1, x[:, 1:, None]).mean()
+        assert loss.item() == pytest.approx(math.log(500), abs=0.1)
+
+
+@pytest.mark.skipif(not torch.distributed.is_available() or sys.platform == "win32", reason="needs gloo")
+def test_two_processes_reproduce_one():
+    corpus()
+    flags = [str(a) for a in (*TEXT, "--batch", 6, "--accumulate", 2)]
+    run(*flags, "--out", "one")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv-backend", "c10d",
+                "--rdzv-endpoint", "localhost:0", "--", str(HERE / "train.py")]
+    done = subprocess.run([*torchrun, *flags, "--out", "two"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [text.split(" | ")[0] for text in done.stdout.splitlines() if text.startswith("step")] == ["step 0/10", "step 5/10", "step 10/10"]
+    for a, b in zip(losses("one"), losses("two"), strict=True):
+        assert all(abs(a[name] - b[name]) < 1e-5 for name in ("train", "val", "bits_per_byte"))
+    assert sorted(p.name for p in Path("two").iterdir()) == ["config.json", "log.jsonl", "model.pt"]
+    assert run("--eval", "--out", "two")["val"] == pytest.approx(losses("two")[-1]["val"], abs=1e-6)
+
+
+@cuda
+def test_a_language_model_on_cuda_in_bfloat16():
+    corpus()
+    metrics = run(*TEXT, "--device", "cuda", "--dtype", "bfloat16", "--out", "a", "--sample", "The")
+    assert abs(metrics["val"] - run(*TEXT, "--device", "cpu", "--out", "b")["val"]) < 0.05

@@ -351,7 +351,7 @@ def make_parser():
     g.add_argument("--length", type=int, default=256, help="T, tokens read and predicted per sequence")
     g = p.add_argument_group("how to train")
     g.add_argument("--steps", type=int, default=1000, help="updates")
-    g.add_argument("--batch", type=int, default=64, help="sequences per micro-batch")
+    g.add_argument("--batch", type=int, default=64, help="sequences per micro-batch, shared by all processes")
     g.add_argument("--accumulate", type=int, default=1, help="micro-batches per update")
     g.add_argument("--lr", type=float, default=None, help="peak learning rate (default: 2e-2; transformer: 3e-3)")
     g.add_argument("--warmup", type=float, default=None,

@@ -22,8 +22,6 @@ Change me:  another tokenizer is an `if` in make_tokenizer and a name in TOKENIZ
 
 import argparse
 import codecs
-import functools
-import http.client
 import json
 import math
 import os
@@ -37,7 +35,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from tqdm import tqdm
 
 ARCHIVE, SIZE, PIECE = "wikitext-103-raw-v1.zip", 191_984_949, 2**20  # bytes
@@ -45,9 +42,7 @@ URLS = [f"https://huggingface.co/datasets/mattdangerw/wikitext-103-raw/resolve/m
         f"https://wikitext.smerity.com/{ARCHIVE}"]  # the original address answers 403
 SPLITS = {"train": "train", "valid": "validation", "test": "test"}  # the archive's name: ours
 TOKENIZERS = ("bytes", "words", "gpt2")
-Text = namedtuple("Text", "name open start stop")  # open() gives a binary file, of which the text is start to stop
-
-
+Text = namedtuple("Text", "path start stop", defaults=(0, math.inf))  # bytes start to stop of a file or zip member
 Tokenizer = namedtuple("Tokenizer", "vocab encode decode")  # encode(str) -> array of ids, decode(ids) -> str
 cut_words = re.compile(r" ?\S+|\s").findall  # words with the space before them, other white space by the character
 
@@ -58,8 +53,8 @@ def make_tokenizer(name, words=None):
         return Tokenizer(256, lambda text: np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8),
                          lambda ids: bytes(ids).decode("utf-8", "replace"))
     if name == "words":
-        number = {word: i for i, word in enumerate(words)}
-        return Tokenizer(len(words), lambda text: np.array([number.get(w, w[0] == " ") for w in cut_words(text)], np.int64),
+        ids = {word: i for i, word in enumerate(words)}  # 0 and 1 are the unknown ones
+        return Tokenizer(len(words), lambda text: np.array([ids.get(w, w[0] == " ") for w in cut_words(text)], int),
                          lambda ids: "".join(words[i] for i in ids))
     try:
         import tiktoken
@@ -70,7 +65,7 @@ def make_tokenizer(name, words=None):
         raise ValueError(f"tiktoken could not fetch GPT-2's tables ({type(error).__name__}); offline, set "
                          f"TIKTOKEN_CACHE_DIR to a folder that holds them, or use bytes or words") from None
     # Text that looks like a special token is text. PAPER: a vocabulary of 50,304, of which the last 47 are never used.
-    return Tokenizer(50_304, lambda text: np.array(bpe.encode_ordinary(text), np.int64),
+    return Tokenizer(50_304, lambda text: np.array(bpe.encode_ordinary(text), int),
                      lambda ids: bpe.decode([i for i in ids if i < 50_257]))
 
 
@@ -85,54 +80,46 @@ def learn_words(text, size):
 def fetch(folder):
     """Path of WikiText-103's archive in `folder`, fetched if it is not there whole. ValueError if no copy answers."""
     path, part, failures = folder / ARCHIVE, folder / f"{ARCHIVE}.part", []
-    if path.exists() and not fault(path):
-        return path
-    for url in URLS:
+    whole = lambda p: p.exists() and p.stat().st_size == SIZE and zipfile.is_zipfile(p)
+    for url in URLS if not whole(path) else ():
         try:
             request = urllib.request.Request(url, headers={"User-Agent": "Mozilla/5.0"})  # some refuse urllib's own
             with urllib.request.urlopen(request, timeout=30) as response, open(part, "wb") as f, \
                     tqdm(total=SIZE, unit="B", unit_scale=True, desc=ARCHIVE, disable=None) as bar:
                 while block := response.read(PIECE):
                     bar.update(f.write(block))
-            if fault(part):
-                raise ValueError(fault(part))
+            if not whole(part):
+                raise ValueError(f"{part.stat().st_size:,} bytes, not the zip of {SIZE:,}")
             os.replace(part, path)
-            return path
-        except (OSError, ValueError, http.client.HTTPException) as error:
+            break
+        except Exception as error:  # refused, unreachable, cut short, a full disk
             failures.append(f"{url} ({error or type(error).__name__})")
         finally:
             part.unlink(missing_ok=True)
-    raise ValueError(f"no copy of {ARCHIVE} could be fetched: {', '.join(failures)}; get it by other means and put it "
-                     f"at {path}, or name text that you have with --source")
-
-
-def fault(path):
-    """What is wrong with the archive at `path`, or None."""
-    if (size := path.stat().st_size) != SIZE:
-        return f"it has {size:,} bytes, not {SIZE:,}"
-    return None if zipfile.is_zipfile(path) else "it is no zip archive"
+    if not whole(path):
+        raise ValueError(f"no copy of {ARCHIVE} could be fetched: {', '.join(failures)}; get it by other means and put "
+                         f"it at {path}, or name text that you have with --source")
+    return path
 
 
 def find_splits(source):
     """split -> Text for a plain text (90% train, 10% validation), or a folder or zip in WikiText's layout. ValueError
     if `source` is none of these."""
     if source.is_dir():
-        files = {str(p): functools.partial(open, p, "rb") for p in [*source.glob("wiki.*"), *source.glob("*/wiki.*")]}
+        files = [*source.glob("wiki.*"), *source.glob("*/wiki.*")]
     elif zipfile.is_zipfile(source):
-        archive = zipfile.ZipFile(source)
-        files = {name: functools.partial(archive.open, name) for name in archive.namelist()}
+        files = [zipfile.Path(source, name) for name in zipfile.ZipFile(source).namelist()]
     elif source.suffix == ".zip" and source.exists():
         raise ValueError(f"{source} is no whole zip archive: cut short, or a web page saved under its name")
     else:
-        whole = plain(source)
-        with whole.open() as f:
+        with plain(source).path.open("rb") as f:
             cut = f.seek(source.stat().st_size * 9 // 10)
             line = f.readline(PIECE)
             cut += len(line) if line.endswith(b"\n") and f.read(1) else 0  # rather between two lines
-        return dict(train=whole._replace(stop=cut), validation=whole._replace(start=cut))
+        return dict(train=Text(source, 0, cut), validation=Text(source, cut))
     for kind in ("raw", "tokens"):
-        found = {name: re.search(rf"(?:^|[/\\])wiki\.(train|valid|test)\.{kind}$", name) for name in files}
-        splits = {SPLITS[m[1]]: Text(name, files[name], 0, math.inf) for name, m in found.items() if m}
+        names = [(re.fullmatch(rf"wiki\.(train|valid|test)\.{kind}", file.name), file) for file in files]
+        splits = {SPLITS[m[1]]: Text(file) for m, file in names if m}
         if "train" in splits and len(splits) > 1:
             return splits
     raise ValueError(f"{source} must hold wiki.train.raw (or .tokens) and wiki.valid.raw or wiki.test.raw")
@@ -142,18 +129,18 @@ def plain(path):
     """The Text of a whole file. ValueError if there is none or it is empty."""
     if not path.is_file() or not path.stat().st_size:
         raise ValueError(f"{path} {'is empty' if path.is_file() else 'is no file'}; it must be a text")
-    return Text(str(path), functools.partial(open, path, "rb"), 0, math.inf)
+    return Text(path)
 
 
 def pieces(text):
     """The characters of a Text, about a MiB at a time, line ends as they are, bytes that are no UTF-8 as surrogates.
     ValueError for NUL bytes, which archives and UTF-16 have but no UTF-8 text."""
     decoder, rest, left = codecs.getincrementaldecoder("utf-8")("surrogateescape"), "", text.stop - text.start
-    with text.open() as f, tqdm(unit="B", unit_scale=True, desc=text.name[-30:], disable=None) as bar:
+    with text.path.open("rb") as f, tqdm(unit="B", unit_scale=True, desc=text.path.name, disable=None) as bar:
         f.seek(text.start)
         while block := f.read(min(PIECE, left)):
             if b"\0" in block:
-                raise ValueError(f"{text.name} is no plain text: it holds NUL bytes; save it as UTF-8")
+                raise ValueError(f"{text.path} is no plain text: it holds NUL bytes; save it as UTF-8")
             left -= len(block)
             bar.update(len(block))
             rest += decoder.decode(block)
@@ -184,6 +171,8 @@ def build(splits, name, size, out):
                     f.write(ids.astype(dtype).tobytes())
                     sizes = len(ids), len(piece.split()), len(piece.encode("utf-8", "surrogateescape"))
                     count |= {k: count[k] + n for k, n in zip(count, sizes)}
+            if not count["tokens"]:
+                raise ValueError(f"{text.path} is too short, it leaves nothing for {split}")
         (out / "corpus.json.tmp").write_text(json.dumps(table), encoding="utf-8")
         (out / "corpus.json").unlink(missing_ok=True)  # first to go and last to come: without it there is no corpus
         for file in (*(f"{split}.bin" for split in splits), "corpus.json"):
@@ -194,11 +183,11 @@ def build(splits, name, size, out):
             left.unlink()
 
 
-def random_windows(tokens, B, T, generator=None):
-    """B windows of T + 1 tokens, (B, T+1) int64, at uniform starts. ValueError if there are only T tokens or fewer."""
+def random_windows(tokens, T, seeds):
+    """A window of T + 1 tokens for each seed, (B, T+1) int64, at uniform starts. ValueError if there is none."""
     if len(tokens) <= T:
         raise ValueError(f"{len(tokens)} tokens hold no window of {T} + 1; lower --length or give more text")
-    starts = torch.randint(len(tokens) - T, (B,), generator=generator).tolist()  # the last one is len - T - 1
+    starts = [random.Random(seed).randrange(len(tokens) - T) for seed in seeds]  # the last one is len - T - 1
     return torch.from_numpy(np.stack([tokens[i : i + T + 1] for i in starts]).astype(np.int64))
 
 
@@ -222,7 +211,9 @@ class WikitextData:
             self.table = json.loads((self.folder / "corpus.json").read_text(encoding="utf-8"))
             self.tokenizer = make_tokenizer(self.table["tokenizer"], self.table["words"])
             splits = self.table["splits"]
-            assert all(len(self.tokens(split)) == count["tokens"] for split, count in splits.items())
+            for split, n in splits.items():
+                size = (self.folder / f"{split}.bin").stat().st_size
+                assert size == n["tokens"] * np.dtype(self.table["dtype"]).itemsize
         except FileNotFoundError:
             raise ValueError(f"--corpus {self.folder} is no corpus; make one with {again}") from None
         except (AssertionError, KeyError, TypeError, json.JSONDecodeError):
@@ -238,14 +229,11 @@ class WikitextData:
         """The flat array of a split, memory-mapped anew: pages of a map once read count as ours as long as it lives."""
         return np.memmap(self.folder / f"{split}.bin", self.table["dtype"], "r")
 
-    def stream(self, name, index=0, device="cpu"):
-        """A generator for (--seed, name, index), as in train.py."""
-        return torch.Generator(device).manual_seed(random.Random(f"{self.args.seed}/{name}/{index}").getrandbits(63))
-
     def batch(self, index):
         """Training batch number `index`: tokens (B, T+1)."""
         a = self.args
-        return random_windows(self.tokens("train"), a.batch, a.length, self.stream("data", index)).to(self.device)
+        seeds = [f"{a.seed}/data/{i}" for i in range(index * a.batch, (index + 1) * a.batch)]
+        return random_windows(self.tokens("train"), a.length, seeds).to(self.device)
 
     def loss(self, model, x):
         """Cross-entropy of x (B, T+1), mean over sequences and positions, in nats."""
@@ -258,7 +246,7 @@ class WikitextData:
             x = self.tokens(self.split)[max(0, i - 1) : i + self.args.batch * T].astype(np.int64)
             x = torch.from_numpy(x if i else np.append(self.start, x))  # (1 + n,) n tokens and the one before
             n = len(x) - 1
-            x = F.pad(x, (0, -n % T)).to(self.device)  # at the end, so that no token of the text sees it
+            x = torch.nn.functional.pad(x, (0, -n % T)).to(self.device)  # at the end, where no token of the text looks
             log_probs = model(x[:-1].view(-1, T)).gather(-1, x[1:].view(-1, T, 1))  # (windows, T, 1)
             nll -= log_probs.flatten()[:n].double().sum().item()  # Held-out loss
         return perplexities(nll, **count)
@@ -269,8 +257,8 @@ class WikitextData:
             self.split, **self.table["splits"][self.split])
         if self.args.sample is not None:
             prompt = [self.start, *self.tokenizer.encode(self.args.sample).tolist()]
-            out = model.generate(torch.tensor([prompt], device=self.device), self.sampled,
-                                 generator=self.stream("sample", 0, self.device))
+            g = torch.Generator(self.device).manual_seed(self.args.seed)
+            out = model.generate(torch.tensor([prompt], device=self.device), self.sampled, generator=g)
             text = self.tokenizer.decode(out[0, 1:].tolist())
             yield "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)  # no orders to the terminal
 

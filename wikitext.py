@@ -145,7 +145,7 @@ def pieces(text):
             bar.update(len(block))
             rest += decoder.decode(block)
             # Every tokenizer has a border between a word and the white space after it: cut at the last one.
-            words = rest.rstrip().rsplit(None, 1)
+            words = rest.rsplit(None, 1)
             cut = len(words[0]) if len(words) > 1 else len(rest) if len(rest) > PIECE else 0
             if cut:
                 yield rest[:cut]
@@ -206,7 +206,6 @@ class WikitextData:
 
     def __init__(self, args, device):
         self.args, self.device, self.folder = args, device, Path(args.corpus)
-        again = f"python wikitext.py --out {args.corpus}"
         try:
             self.table = json.loads((self.folder / "corpus.json").read_text(encoding="utf-8"))
             self.tokenizer = make_tokenizer(self.table["tokenizer"], self.table["words"])
@@ -214,10 +213,9 @@ class WikitextData:
             for split, n in splits.items():
                 size = (self.folder / f"{split}.bin").stat().st_size
                 assert size == n["tokens"] * np.dtype(self.table["dtype"]).itemsize
-        except FileNotFoundError:
-            raise ValueError(f"--corpus {self.folder} is no corpus; make one with {again}") from None
-        except (AssertionError, KeyError, TypeError, json.JSONDecodeError):
-            raise ValueError(f"--corpus {self.folder} is damaged; make it again with {again}") from None
+        except (FileNotFoundError, AssertionError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            what = "no corpus" if isinstance(error, FileNotFoundError) else "a damaged corpus"
+            raise ValueError(f"{self.folder} is {what}; make one: python wikitext.py --out {self.folder}") from None
         self.split = args.split or ("validation" if "validation" in splits else "test")
         if self.split not in splits:
             raise ValueError(f"--split {self.split}: {self.folder} has only {' and '.join(splits)}")

@@ -16,8 +16,10 @@ A run leaves config.json, log.jsonl (a line each evaluation) and model.pt (weigh
 Every random stream is a function of (--seed, its name, its index), never of what was drawn before: evaluating more
 often changes nothing, and a resumed run sees the same batches.
 
-Run me:     python train.py --model mambazero --order 1
-Change me:  new data is a class with the five members of MarkovData and a line in DATA; a new model is a line in MODELS.
+Real text (wikitext.py) has no known optimum: its runs log perplexities instead of bayes and gap.
+
+Run me:     python train.py --model mambazero --order 1   (two processes: torchrun --nproc_per_node=2 -- train.py ...)
+Change me:  new data is a class with the members of MarkovData and a line in DATA; a new model is a line in MODELS.
 """
 
 import argparse

@@ -108,7 +108,8 @@ def find_splits(source):
     if source.is_dir():
         files = [*source.glob("wiki.*"), *source.glob("*/wiki.*")]
     elif zipfile.is_zipfile(source):
-        files = [zipfile.Path(source, name) for name in zipfile.ZipFile(source).namelist()]
+        archive = zipfile.ZipFile(source)
+        files = [zipfile.Path(archive, name) for name in archive.namelist()]
     elif source.suffix == ".zip" and source.exists():
         raise ValueError(f"{source} is no whole zip archive: cut short, or a web page saved under its name")
     else:

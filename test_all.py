@@ -1740,10 +1740,10 @@ def test_bad_text_is_one_line_and_leaves_nothing():
     Path("one").write_text("x")
     Path("folder").mkdir()
     for argv, expected in {
-        "--source page.zip": "web page", "--source cut.zip": "cut short", "--source renamed.txt": "NUL", "--source empty": "empty",
-        "--source nowhere": "nowhere is no file", "--source nowhere.zip": "is no file", "--source one": "too short",
+        "--source page.zip": "web page", "--source cut.zip": "cut short", "--source renamed.txt": "NUL", "--source empty": "too short",
+        "--source nowhere": "No such file", "--source nowhere.zip": "No such file", "--source one": "too short",
         "--source whole.zip": "wiki.valid.raw", "--source folder": "wiki.train.raw", "--train one": "--test", "--test one": "--train",
-        "--train one --test empty": "empty", "--source one --train one --test one": "only --source", "--bogus 1": "bogus",
+        "--train one --test empty": "leaves nothing for test", "--train folder --test one": "directory", "--source one --train one --test one": "only --source", "--bogus 1": "bogus",
         "--source one --tokenizer bpe": "bytes", "--source one --vocab 2": "--vocab", "--source one --vocab 1e9": "--vocab"}.items():
         assert expected in fails(wikitext.main, *argv.split(), "--out", "new"), argv
 

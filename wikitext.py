@@ -113,7 +113,7 @@ def find_splits(source):
     elif source.suffix == ".zip" and source.exists():
         raise ValueError(f"{source} is no whole zip archive: cut short, or a web page saved under its name")
     else:
-        with plain(source).path.open("rb") as f:
+        with source.open("rb") as f:
             cut = f.seek(source.stat().st_size * 9 // 10)
             line = f.readline(PIECE)
             cut += len(line) if line.endswith(b"\n") and f.read(1) else 0  # rather between two lines
@@ -124,13 +124,6 @@ def find_splits(source):
         if "train" in splits and len(splits) > 1:
             return splits
     raise ValueError(f"{source} must hold wiki.train.raw (or .tokens) and wiki.valid.raw or wiki.test.raw")
-
-
-def plain(path):
-    """The Text of a whole file. ValueError if there is none or it is empty."""
-    if not path.is_file() or not path.stat().st_size:
-        raise ValueError(f"{path} {'is empty' if path.is_file() else 'is no file'}; it must be a text")
-    return Text(path)
 
 
 def pieces(text):
@@ -280,7 +273,7 @@ def main(argv=None):
             raise ValueError(f"--vocab must be between 3 and {2**20}, got {args.vocab}")
         if given and (args.source or "train" not in given or len(given) == 1):
             raise ValueError("name --train and --validation or --test, or else only --source")
-        splits = {split: plain(path) for split, path in given.items()} or args.source and find_splits(args.source)
+        splits = {split: Text(path) for split, path in given.items()} or args.source and find_splits(args.source)
         args.out.mkdir(parents=True, exist_ok=True)
         table = build(splits or find_splits(fetch(args.out)), args.tokenizer, args.vocab, args.out)
     except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:

@@ -644,7 +644,7 @@ def test_parameter_shapes_of_the_paper():
 
 def test_initial_decay_survives_building_the_model():
     for preset in PRESETS.values():
-        block = Mamba(MambaConfig(**preset, heads=4)).blocks[0]
+        block = Mamba(MambaConfig(**preset | dict(heads=4))).blocks[0]
         assert torch.allclose(F.softplus(block.delta_bias), torch.logspace(-3, -1, 4), rtol=1e-4)
         assert torch.equal(block.a_log.exp(), torch.ones(4)) and not block.conv_bias.any()
     assert all((p >= 0).all() for n, p in Mamba(MambaConfig(**PRESETS["mambazero"])).named_parameters()

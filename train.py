@@ -340,7 +340,7 @@ def make_parser():
     p = Parser(prog="train.py", description="Train a model to predict in context, and measure its gap to the optimum.",
                allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     g = p.add_argument_group("what to train on")
-    g.add_argument("--data", choices=DATA, default="markov", help="the task")
+    g.add_argument("--data", choices=DATA, default="markov", help="the task; it may have other defaults than these")
     g.add_argument("--order", type=int, default=1, help="k, tokens of context that decide the next one")
     g.add_argument("--states", type=int, default=2, help="S, symbols in the alphabet")
     g.add_argument("--beta", type=float, default=1.0, help="Dirichlet concentration of the kernels")

@@ -50,7 +50,7 @@ class MambaConfig:
     layers: int = 1  # Mamba layers; one is enough, which is the paper's point
     conv: str = "xbc"  # which of x, b, c are convolved: "xbc", "xb", "x", "none"
     act: str = "relu"  # after the convolution: "relu", "silu", "none"
-    gate: bool = True  # multiply y by ReLU(W_z x)
+    gate: bool = True  # multiply y by ReLU(W_z x), by SiLU(W_z x) if act is not "relu"
     mlp: bool = True  # gated MLP of width 4d after the mixer
     norm: bool = False  # LayerNorm before mixer, MLP and head
     decay: bool = True  # a_t learned; otherwise fixed at 1
@@ -141,7 +141,7 @@ class MambaBlock(nn.Module):
             y, h = scan(x, log_a, b, c, None if state is None else h)  # a zero h0 would cost one more chunk
         y = y.reshape(B, T, self.E)
         if cfg.gate:  # Gate
-            y = y * (F.silu(z[0]) if cfg.act == "silu" else F.relu(z[0]))
+            y = y * (F.relu(z[0]) if cfg.act == "relu" else F.silu(z[0]))
         if record is not None:
             for name, value in dict(a=log_a.exp(), delta=delta, x=x, b=b, c=c, y=y).items():
                 record.setdefault(name, []).append(value)

@@ -6,15 +6,21 @@ The claims of this project, in reading order: each test fails under a plausible 
 """
 
 import ast
+import http.server
+import io
 import itertools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
+import threading
 import types
+import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,6 +31,7 @@ import mambazero
 import ssm
 import train
 import transformer
+import wikitext
 from laplace import add_beta, add_beta_loop, bayes_loss, oracle_loss
 from mambazero import PRESETS, Mamba, MambaConfig
 from markov import context_index, sample_chain, sample_kernel, sample_switching
@@ -1577,15 +1584,6 @@ def test_the_transformer_has_a_learning_rate_of_its_own(tmp_path):
 
 # wikitext.py
 
-import http.server
-import io
-import re
-import threading
-import zipfile
-
-import numpy as np
-
-import wikitext
 
 PROSE = " = Heading = \n \n A word , a <unk> and <|endoftext|> .\r\n  Two  spaces\tand a tab\u3000東京 は 日本 の 首都\n\nno end"
 

@@ -189,6 +189,7 @@ def bench_train(device, peers):
         args = train.make_parser().parse_args(["--model", preset])
         data = train.MarkovData(args, torch.device(device))
         model = train.make_model(args, data).to(device)
+        train.settle(args, model.config)
         optimizer = train.make_optimizer(model, args)
         params, x, fast = list(model.parameters()), data.batch(0), torch.compile(model)
         block, cfg = model.blocks[0], model.config

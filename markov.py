@@ -20,8 +20,14 @@ Change me:  another prior is another `sample_kernel`; another process is another
 """
 
 import math
+import random
 
 import torch
+
+
+def stream(seed, name, index=0, device="cpu"):
+    """A torch.Generator for one random stream, seeded by (seed, name, index) and nothing else."""
+    return torch.Generator(device).manual_seed(random.Random(f"{seed}/{name}/{index}").getrandbits(63))
 
 
 def log_gamma_variates(alpha, shape, generator=None, device="cpu"):

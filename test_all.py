@@ -28,6 +28,8 @@ import torch.nn.functional as F
 import bench
 import figures
 import mambazero
+import regression
+import single_index
 import ssm
 import train
 import transformer
@@ -35,6 +37,8 @@ import wikitext
 from laplace import add_beta, add_beta_loop, bayes_loss, oracle_loss
 from mambazero import PRESETS, Mamba, MambaConfig
 from markov import context_index, sample_chain, sample_kernel, sample_switching
+from regression import OneLayerS6, linear_prompts, loss_of_weights, online_gd, optimal_loss, step_weights
+from single_index import hermite_features, single_index_prompts, stage_one
 from ssm import scan, scan_chunked, scan_sequential, scan_step
 from transformer import Transformer, TransformerConfig
 
@@ -2019,3 +2023,416 @@ def test_a_language_model_on_cuda_in_bfloat16():
     corpus()
     metrics = run(*TEXT, "--device", "cuda", "--dtype", "bfloat16", "--out", "a", "--sample", "The")
     assert abs(metrics["val"] - run(*TEXT, "--device", "cpu", "--out", "b")["val"]) < 0.05
+
+
+# regression.py, single_index.py and their tasks in train.py
+
+
+
+@pytest.fixture(autouse=True)
+def few_held_out_prompts(monkeypatch):
+    monkeypatch.setattr(regression.LinearData, "held_out", 16)
+    monkeypatch.setattr(single_index.SingleIndexData, "held_out", 16)
+
+
+def close_to_mean(errors, exact, sigmas=4):
+    errors = errors.double()
+    return abs(errors.mean().item() - exact) <= sigmas * errors.std().item() / len(errors) ** 0.5
+
+
+@pytest.mark.parametrize("d, N, decay", [(1, 1, 0.5), (4, 50, 0.014), (5, 20, 0.2), (3, 100, 0.9), (10, 40, 1e-3)])
+def test_state_set_by_hand_is_online_gradient_descent_after_every_pair(d, N, decay):
+    tokens = linear_prompts(3, N, d, generator=generator())[0].double()
+    layer, w, by_hand = online_gd(d, 0.07, decay), step_weights(tokens, 0.07, decay), torch.zeros(3, d).double()
+    for i in range(N):
+        by_hand = (1 - decay) * by_hand + 0.07 * tokens[:, i, d:] * tokens[:, i, :d]
+        assert (w[:, i] - by_hand).abs().max() < 1e-12 > (layer.state(tokens[:, : i + 1]) - by_hand).abs().max()
+    assert (layer(tokens) - (by_hand * tokens[:, -1, :d]).sum(-1)).abs().max() < 1e-12
+
+
+def test_layer_computes_its_equations():
+    torch.manual_seed(0)
+    layer, tokens = OneLayerS6(3, 7, half_life=5).double(), torch.randn(2, 6, 4).double()
+    assert torch.sigmoid(-layer.gate.bias).item() ** 5 == pytest.approx(0.5)
+    for p in layer.parameters():
+        p.data.normal_()
+    tokens[:, -1, -1] = 0
+    h = torch.zeros(2, 7).double()
+    for e in tokens.unbind(1):
+        s = torch.sigmoid(layer.gate(e))
+        h = (1 - s) * h + s * e[:, -1:] * (e @ layer.write.weight.T + layer.write.bias)
+    assert (layer(tokens) - (h * layer.read(tokens[:, -1])).sum(-1)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("d, N, noise", [(4, 50, 0.0), (5, 20, 0.0), (3, 8, 1.0)])
+def test_references_have_their_exact_losses(d, N, noise):
+    tokens, target = linear_prompts(10_000, N, d, noise, generator=generator(1))
+    loss = lambda guess: (guess - target) ** 2
+    one_step = regression.predict_one_step_gd(tokens, 1 / (N + d + 1 + noise))
+    assert close_to_mean(loss(regression.predict_zero(tokens)), d)
+    assert close_to_mean(loss(one_step), optimal_loss(N, d, noise))
+    if not noise:
+        assert torch.equal(one_step, regression.predict_one_step_gd(tokens))
+        assert close_to_mean(loss(regression.predict_lms(tokens)), d * (1 - 1 / (d + 2)) ** N)
+        assert close_to_mean(loss(regression.predict_nlms(tokens)), d * (1 - 1 / d) ** N)
+        assert loss(regression.predict_ridge(tokens)).max() < 1e-6
+    else:  # the Bayes estimator is better than other penalties and all other references
+        best = loss(regression.predict_ridge(tokens, noise)).mean()
+        for other in (regression.predict_ridge(tokens), regression.predict_ridge(tokens, 4.0), one_step,
+                      regression.predict_lms(tokens), regression.predict_nlms(tokens)):
+            assert loss(other).mean() > best + 0.01
+
+
+@pytest.mark.parametrize("noise, drift", [(0.0, None), (0.5, None), (0.0, 0.9), (0.5, 0.6)])
+def test_loss_of_weights_is_what_prompts_say(noise, drift):
+    d, N = 3, 6
+    tokens, target = linear_prompts(40_000, N, d, noise, drift, generator(2))
+    g = torch.rand(N, generator=generator(3)) / 5
+    w = (g[:, None] * tokens[:, :-1, d:] * tokens[:, :-1, :d]).sum(1)
+    assert close_to_mean(((w * tokens[:, -1, :d]).sum(-1) - target) ** 2, loss_of_weights(g, d, noise, drift))
+    best = optimal_loss(N, d, noise, drift)
+    assert best < loss_of_weights(g, d, noise, drift)
+    if drift is None:
+        assert loss_of_weights([1 / (N + d + 1 + noise)] * N, d, noise) == pytest.approx(best)
+        assert optimal_loss(N, d, noise, 1.0) == pytest.approx(best)
+    else:
+        a, geometric = regression.optimal_forgetting(N, d, drift, noise)
+        assert best <= geometric < 1.001 * best and a < 0.99
+        bayes = ((regression.predict_ridge(tokens, noise, drift) - target) ** 2).mean()
+        assert bayes < 0.97 * best and bayes < ((regression.predict_ridge(tokens, noise) - target) ** 2).mean()
+        still = linear_prompts(50, N, d, noise, generator=generator())[0]
+        same = regression.predict_ridge(still, 0.5, 1.0) - regression.predict_ridge(still, 0.5)
+        assert same.abs().max() < 1e-5
+
+
+def test_optimal_forgetting_under_drift():
+    for drift, a, loss in [(0.9, 0.7942, 2.665), (0.95, 0.8590, 2.120), (0.98, 0.9128, 1.491), (0.99, 0.9408, 1.115)]:
+        found = regression.optimal_forgetting(50, 4, drift)
+        assert found == (pytest.approx(a, abs=1e-4), pytest.approx(loss, abs=1e-3))
+
+
+def test_tables_of_the_paper():
+    def half_life(N, d):  # half-loss of the best step under the gate 2^(-1/N)
+        q = 2 ** (-torch.arange(N).double() / N)
+        return min(loss_of_weights(s * q / q.sum(), d) for s in torch.linspace(0, 1, 2001).tolist()) / 2
+
+    rows = {10: (2.6671, 2.6190), 80: (0.6254, 0.6044)}
+    for N, (table, best) in rows.items():
+        assert half_life(N, 10) == pytest.approx(table, abs=5e-5)
+        assert optimal_loss(N, 10) / 2 == pytest.approx(best, abs=5e-5)
+    assert half_life(4, 20) == pytest.approx(8.4484, abs=5e-5) and half_life(20, 20) == pytest.approx(5.2190, abs=5e-5)
+    assert half_life(30, 4) == pytest.approx(0.2954, abs=5e-5)
+
+
+def test_population_loss_and_its_descent():
+    d, N, a, g = 3, 5, 0.8, generator(4)
+    F_, f, B, C, b = (torch.randn(s, generator=g).double() / 2 for s in ((d, d), (d,), (8, d), (8, d), (8,)))
+    tokens, target = linear_prompts(100_000, N, d, generator=g)
+    x, y = tokens[:, :-1, :d].double(), tokens[:, :-1, d:].double()
+    G = ((1 - a) * a ** torch.arange(N, 0, -1.0).double())[:, None]
+    guess = ((G * y * (x @ F_.T + y * f)).sum(1) * tokens[:, -1, :d]).sum(-1)
+    assert close_to_mean((guess - target) ** 2, regression.population_loss(a, F_, f, N))
+
+    W = [p.clone().requires_grad_() for p in (B, C, b)]
+    G1, G2 = G.sum(), (G * G).sum()
+    F_, f = W[1].T @ W[0], W[1].T @ W[2]
+    half = (d + (G1**2 + (d + 1) * G2) * F_.square().sum() - 2 * G1 * F_.trace()
+            + d * (d + 2) * (G1**2 + 2 * G2) * f.square().sum()) / 2
+    half.backward()
+    gaps, *new = regression.population_gd(B, C, b, a, N, 0.01, 1)
+    for before, p, after in zip((B, C, b), W, new):
+        assert (before - 0.01 * p.grad - after).abs().max() < 1e-12
+    best = loss_of_weights(G[:, 0] * (G1 / (G1**2 + (d + 1) * G2)), d)
+    assert 2 * gaps[0].item() == pytest.approx(2 * half.item() - best)
+
+
+@pytest.mark.parametrize("start, state, eta", [
+    ("orthonormal", 80, 0.02), ("orthonormal", 9, 0.02), ("gaussian", 80, 1e-3)])
+def test_exponential_convergence_at_the_predicted_rate(start, state, eta):
+    d, N = 4, 50
+    a, W = 2 ** (-1 / N), torch.randn(state, 2 * d + 1, generator=generator(5)).double()
+    W = torch.linalg.qr(W)[0] if start == "orthonormal" else W
+    gap, B, C, _ = regression.population_gd(W[:, :d], W[:, d:-1], W[:, -1], a, N, eta, 1400)
+    t = ((gap > 1e-20) & (gap < 1e-10)).nonzero()[:, 0]
+    slope = (gap[t[-1]].log() - gap[t[0]].log()).item() / (len(t) - 1)
+    if start == "orthonormal":
+        assert slope == pytest.approx(regression.predicted_rate(a, N, d, eta), rel=0.01)
+    else:
+        assert slope == pytest.approx(regression.predicted_rate(a, N, d, eta, B, C), rel=0.07)
+        assert slope < -eta * regression.moments(N, d, a)[0] * state  # what the paper guarantees
+
+
+def test_least_squares_with_fewer_points_than_dimensions():
+    ridge = regression.predict_ridge
+    prompt = lambda X, y, q: torch.tensor([[*row, label] for row, label in zip(X, y)] + [[*q, 0]])[None]
+    assert ridge(prompt([[1.0, 0]], [2.0], [0.0, 1])).item() == 0
+    assert ridge(prompt([[1.0, 0]], [2.0], [1.0, 0])).item() == 2
+    A = [[1.0, 2, 3], [4, 5, 6], [7, 8, 9]]
+    for i, row in enumerate([(0.833333, 0.333333, -0.166667), (0.333333, 0.333333, 0.333333)]):
+        for j, value in enumerate(row):
+            guess = ridge(prompt(A, [r[j] for r in A], torch.eye(3)[i].tolist()))
+            assert guess.item() == pytest.approx(value, abs=1e-5)
+    none = torch.tensor([[[1.0, 2.0, 0.0]]])
+    for predict in (ridge, regression.predict_lms, regression.predict_nlms, regression.predict_one_step_gd):
+        assert predict(none).tolist() == [0]
+    tokens, _ = linear_prompts(500, 4, 4, generator=generator())  # N = d: the peak
+    assert ridge(tokens).isfinite().all()
+    tokens, _ = linear_prompts(50, 3, 5, generator=generator())
+    assert (ridge(tokens, 1e-10) - ridge(tokens)).abs().max() < 1e-3
+
+
+@cuda
+def test_least_squares_on_cuda():
+    tokens, _ = linear_prompts(64, 3, 5, generator=generator())
+    assert (regression.predict_ridge(tokens.cuda()).cpu() - regression.predict_ridge(tokens)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("model", [
+    Mamba(MambaConfig(vocab=1, inputs=4, d=8, norm=True, predict="value")),
+    Transformer(TransformerConfig(vocab=1, inputs=4, d=8, layers=2, predict="value"))], ids=["mamba", "transformer"])
+def test_where_predictions_are_read(model):
+    tokens, _ = linear_prompts(2, 5, 3, generator=generator())
+    predict = lambda tokens: model(regression.interleave(tokens))[:, ::2, 0]  # (B, N+1)
+    before = predict(tokens)
+    assert before.shape == (2, 6)
+    for i in range(5):
+        label, point = tokens.clone(), tokens.clone()
+        label[:, i, -1] += 1
+        point[:, i, 0] += 1
+        assert torch.equal(predict(label)[:, : i + 1], before[:, : i + 1])  # blind to y_i where x_i asks for it
+        assert (predict(label)[:, i + 1] != before[:, i + 1]).all()
+        assert torch.equal(predict(point)[:, :i], before[:, :i]) and (predict(point)[:, i] != before[:, i]).all()
+
+
+def test_loss_is_on_label_positions_only():
+    class Echo(torch.nn.Module):  # says at each token the largest entry it sees
+        def forward(self, tokens):
+            return tokens.amax(-1, keepdim=True)
+
+    args = train.parse(["--data", "linear", "--model", "mamba", "--length", "3", "--dim", "2"])[0]
+    data = regression.LinearData(args, torch.device("cpu"))
+    tokens, target = data.batch(0)
+    labels = torch.cat([tokens[:, :-1, 2], target[:, None]], 1)
+    guess = tokens[:, :, :2].amax(-1).clamp(min=0)
+    assert data.loss(Echo(), (tokens, target)).item() == pytest.approx((guess - labels).square().mean().item())
+    assert data.predict(Echo(), tokens).tolist() == guess[:, -1].tolist()
+
+
+def test_a_trained_layer_is_online_gradient_descent_and_needs_selection():
+    torch.manual_seed(0)
+    d, N = 3, 12
+    layer = regression.train_layer(OneLayerS6(d, 8), N, steps=300, batch=128, lr=3e-2)
+    a, F_, f = layer.read_off()
+    tokens, target = linear_prompts(2000, N, d, generator=generator(7))
+    w = step_weights(tokens, a * (1 - a) * F_.trace().item() / d, 1 - a)[:, -1]
+    with torch.no_grad():
+        ours = layer(tokens)
+    assert torch.corrcoef(torch.stack([ours, (w * tokens[:, -1, :d]).sum(-1)]))[0, 1] > 0.99
+    assert optimal_loss(N, d) < regression.population_loss(a, F_, f, N) < 1.1 * optimal_loss(N, d)
+    constant = regression.train_layer(OneLayerS6(d, 8, selective=False), N, steps=300, batch=128, lr=3e-2)
+    with torch.no_grad():
+        assert (constant(tokens) - target).square().mean() > 0.97 * target.square().mean()
+
+
+@pytest.mark.parametrize("link", sorted(single_index.LINKS))
+def test_single_index_prompts(link):
+    x, y, xq, yq, zq = single_index_prompts(300, 7, 5, [1, 4], link, 0.3, queries=9, generator=generator())
+    assert (x.shape, y.shape, xq.shape, yq.shape, zq.shape) == ((300, 7, 5), (300, 7), (300, 9, 5), (300, 9), (300, 9))
+    g = single_index.LINKS[link]
+    assert ((yq - g(zq)).abs() - 0.3).abs().max() < 1e-4
+    beta = torch.linalg.lstsq(xq, zq[..., None]).solution[..., 0]
+    assert (beta.norm(dim=1) - 1).abs().max() < 1e-3 and beta[:, [0, 2, 3]].abs().max() < 1e-4
+    assert (((y - g((x @ beta[..., None])[..., 0])).abs() - 0.3).abs() < 1e-2).all()  # the context has the same beta
+    z = torch.randn(200_000, generator=generator(1)).double()
+    values = torch.stack([f(z) for f in single_index.LINKS.values()])
+    assert (values @ values.T / len(z) - torch.eye(4)).abs().max() < 0.1
+
+
+def test_hermite_features_are_orthonormal_and_in_order():
+    x = torch.randn(200_000, 3, generator=generator())
+    phi = hermite_features(x)
+    assert phi.shape[1] == 1 + 3 + 6 and (phi.T @ phi / len(x) - torch.eye(10)).abs().max() < 0.03
+    a, b, c = 0.5, -1.0, 3.0
+    expected = [1, a, b, c, *((v * v - 1) / 2**0.5 for v in (a, b, c)), a * b, a * c, b * c]
+    assert hermite_features(torch.tensor([a, b, c])).tolist() == pytest.approx(expected)
+    x, w = torch.randn(2, 6, 3).double(), torch.randn(2, 6).double()
+    assert (single_index.hermite_sum(w, x) - (w[..., None] * hermite_features(x)).sum(1)).abs().max() < 1e-12
+    assert single_index.squares_mask(3).tolist() == [0, 0, 0, 0, 1, 1, 1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("rho, rate", [(0.5, 1.0), (-0.5, 1.0), (0.2, 0.05)])
+def test_gate_weights_are_what_the_scan_does(rho, rate):
+    x, y, xq, *_ = (v.double() for v in single_index_prompts(3, 40, 4, 2, generator=generator()))
+    bias, gamma = -2 * math.log(4), torch.randn(15, generator=generator(1)).double()
+    G = single_index.gate_weights(y, rho, bias, rate)
+    label, tokens = F.pad(y, (0, 1)), torch.cat([x, xq], 1)
+    log_a = -rate * F.softplus(label / rho + bias)[..., None]
+    phi = hermite_features(tokens)[:, :, None]
+    M = scan((-torch.expm1(log_a) * label[..., None])[..., None], log_a, gamma * phi, phi)[0][:, -1, 0]
+    formula = hermite_features(xq) @ (gamma * single_index.hermite_sum(G * y, x))[..., None]
+    assert (M - formula[:, 0]).abs().max() < 1e-12
+    if rate == 1:  # exactly discretised the gain is a sigmoid, the gate of the paper
+        assert (G[:, -1] - torch.sigmoid(y[:, -1] / rho + bias) * (1 - 4**-2 / (1 + 4**-2))).abs().max() < 1e-12
+
+
+def test_stage_one_is_one_step_of_autograd():
+    x, y, xq, yq, _ = (v.double() for v in single_index_prompts(20, 30, 4, 2, queries=4, generator=generator()))
+    G, mask = single_index.gate_weights(y, 0.5, -2.77), single_index.squares_mask(4).double()
+    gamma = (1e-9 * mask).requires_grad_()
+    M = hermite_features(xq) @ (gamma * single_index.hermite_sum(G * y, x))[..., None]
+    loss = (F.relu(M[..., 0] / 30) - yq).square().mean() / 2
+    loss.backward()
+    ours = single_index.gamma_step(G, x, y, xq, yq, mask)
+    assert (ours + gamma.grad).abs().max() < 1e-6 * ours.abs().max()
+
+
+def test_stage_one_finds_the_subspace_only_through_the_gate():
+    d, support, N = 12, [2, 5, 7], 48
+    inside = torch.zeros(d, dtype=torch.bool)
+    inside[support] = True
+
+    def linear(**settings):
+        gamma = stage_one(d, support, N, 4000, generator=generator(), **settings)
+        return gamma, gamma[1 : 1 + d]
+
+    def ratio(linear):
+        return (linear[inside].abs().mean() / linear[~inside].abs().mean()).item()
+
+    gamma, own = linear()
+    assert ratio(own) > 10
+    assert (gamma.abs() > gamma.abs().max() / 2).nonzero()[:, 0].tolist() == [1 + i for i in support]
+    _, opposite = linear(rho=-0.5)  # the gate of negative labels sees -z
+    assert (opposite[inside].sign() == -own[inside].sign()).all()
+    _, none = linear(gate=False)
+    assert ratio(none) < 7  # even noise is larger inside, but of random sign
+    even, _ = linear(link="he2")  # parity: even links live on degree 2
+    assert even[1 : 1 + d].abs().max() < 0.02 * even.abs().max() and even.abs().argmax() > d
+    degree_two = F.pad(torch.ones(d * (d + 1) // 2), (1 + d, 0))  # a mask that does not cancel its own noise
+    _, wrong = linear(mask=degree_two)
+    assert ratio(own) > 2 * ratio(wrong)
+
+
+def test_stage_two_learns_in_the_subspace():
+    d, r, N = 8, 2, 128
+    gamma = F.pad(torch.ones(r), (1, 44 - r))  # what Stage I finds
+    heads = [(gamma, (0.1, -0.1), -t / 0.1) for t in (0.6, 1.2)]
+    predict = single_index.stage_two(d, r, N, heads, rate=0.02, contexts=1500, generator=generator())
+    x, y, xq, yq, _ = single_index_prompts(400, N, d, r, queries=8, generator=generator(1))
+    errors = [(guess - yq).square().mean(1) for guess in
+              (predict(x, y, xq), torch.zeros_like(yq), single_index.best_kernel_ridge(x, y, xq, yq))]
+    for other in errors[1:]:
+        difference = errors[0] - other
+        assert difference.mean() < -3 * difference.std() / 20 and difference.mean() < -0.1
+
+
+def test_readout_is_the_scan_read_by_the_query():
+    x, y, xq, *_ = (v.double() for v in single_index_prompts(3, 20, 3, 2, queries=2, generator=generator()))
+    gamma, v = torch.randn(2, 10, generator=generator(1)).double(), torch.tensor([[3.0], [-4.0]]).double()
+    gate, phi, phi_q = single_index.gate_weights, hermite_features(x), hermite_features(xq)
+    M = [torch.einsum("bn,bnf,f,bqf->bq", g * y, phi, c, phi_q)
+         for g, c in zip((gate(y, 0.3, -2) + gate(y, -0.3, -2), gate(y, 0.1, -9)), gamma)]
+    s = single_index.readout(x, y, xq, [(gamma[0], (0.3, -0.3), -2), (gamma[1], (0.1,), -9)], v, normalise=False)
+    assert (s[..., 0] - (3 * M[0] - 4 * M[1]) / 20).abs().max() < 1e-12
+
+
+def test_kernel_ridge():
+    x, y, xq, yq, _ = single_index_prompts(3, 6, 2, 1, queries=2, generator=generator())
+    guess = single_index.kernel_ridge(x, y, xq, 1.5, 0.1)
+    k = lambda u, v: math.exp(-((u - v) ** 2).sum().item() / (2 * 1.5**2))
+    K = torch.tensor([[k(u, v) for v in x[1]] for u in x[1]]) + 0.1 * torch.eye(6)
+    by_hand = torch.tensor([k(xq[1, 1], v) for v in x[1]]) @ K.inverse() @ y[1]
+    assert guess[1, 1].item() == pytest.approx(by_hand.item(), abs=1e-3)
+    fits = single_index.kernel_ridge(x.double(), y.double(), x.double(), 0.3, 1e-9)
+    assert (fits - y).abs().max() < 1e-3 and single_index.kernel_ridge(x, y, xq, 1.0, 1e9).abs().max() < 1e-6
+    best = single_index.best_kernel_ridge(x, y, xq, yq, (0.5, 1.5), (0.1, 1))
+    assert (best - yq).square().mean() <= (guess - yq).square().mean()
+
+
+def test_one_layer_is_a_scan_and_an_mlp():
+    torch.manual_seed(0)
+    x, y, xq, *_ = (v.double() for v in single_index_prompts(2, 9, 3, 2, queries=5, generator=generator()))
+    model = single_index.OneLayer(single_index.OneLayerConfig(inputs=4, heads=3, norm=False)).double()
+    for p in model.parameters():
+        p.data.normal_()
+    log_a = -model.log_rate.exp() * F.softplus(model.w * y[..., None] + model.bias)  # (B, N, H)
+    values = torch.stack([y, torch.ones_like(y)], -1)[:, :, None] * -torch.expm1(log_a)[..., None]  # (B, N, H, P)
+    phi = F.pad(x, (1, 0), value=1.0)[:, :, None]
+    h = scan(values, log_a, phi, phi)[1]  # (B, H, P, 4)
+    s = torch.einsum("bqn,bhpn,phn->bqph", F.pad(xq, (1, 0), value=1.0), h, model.gamma.view(2, 3, 4))
+    assert (model.read(x, y, xq) - model.mlp(s.flatten(2))[..., 0]).abs().max() < 1e-10
+    tokens = torch.cat([torch.cat([x, y[..., None]], -1), F.pad(xq[:, :1], (0, 1), value=9.0)], 1)
+    assert torch.allclose(model(tokens), model.read(x, y, xq)[:, 0])  # the query's label is not read
+
+
+@pytest.mark.parametrize("command", [
+    "--data linear", "--data linear --drift 0.9 --noise 0.5", "--data linear --no-selective",
+    "--data linear --model mamba", "--data linear --model transformer", "--data single-index", "--data single-index --mixer softmax --heads 1",
+    "--data single-index --mixer linear --no-norm --link he2",
+    "--data single-index --model mamba --no-mlp --curriculum 0.5", "--data single-index --model transformer --curriculum 0.5"])
+def test_regression_tasks_train_resume_and_come_back(command, capsys):
+    small = [*command.split(), "--steps", 4, "--eval-every", 2, "--batch", 3, "--length", 6, "--dim", 5, "--out", "a"]
+    metrics = run(*small)
+    out = capsys.readouterr().out.splitlines()
+    assert out[-1].startswith("done") and f"gap {metrics['gap']:+.4f}" in out[-1]
+    assert any(text.startswith("model - reference") for text in out)
+    assert metrics["gap"] == pytest.approx(metrics["val"] - metrics["bayes"]) and len(losses("a")) == 3
+    assert run("--eval", "--out", "a")["val"] == metrics["val"]
+    if command in ("--data linear --model mamba", "--data single-index"):
+        run(*small[:-1], "b", "--steps", 2)
+        run("--resume", "--out", "b", "--steps", 4)
+        assert losses("b")[-1]["step"] == 4
+    train.load_model("a")
+    before = sorted(Path(".").rglob("*"))
+    for other in ("--dim 6", "--length 9" if "transformer" in command else "--dim 4"):
+        with pytest.raises(SystemExit) as stop:
+            capsys.readouterr()
+            run("--eval", "--out", "a", *other.split())
+        err = capsys.readouterr().err
+        assert stop.value.code == 2 and err.count("\n") == 1 and other.split()[1] in err
+    assert sorted(Path(".").rglob("*")) == before
+
+
+def test_curriculum_turns_the_link_and_ends():
+    args = train.parse("--data single-index --model mamba --curriculum 0.5 --steps 10 --dim 4 --noise 0".split())[0]
+    data = single_index.SingleIndexData(args, torch.device("cpu"))
+    without = types.SimpleNamespace(**vars(args) | dict(curriculum=0.0))
+    plain = single_index.SingleIndexData(without, torch.device("cpu"))
+    assert torch.equal(data.batch(5)[0], plain.batch(5)[0]) and not torch.equal(data.batch(4)[0], plain.batch(4)[0])
+    tokens, target = data.batch(0)  # he1: linear in x
+    assert (regression.predict_ridge(torch.cat([tokens[:, :-1], tokens[:, -1:]], 1)) - target).abs().max() < 1e-3
+
+
+WRONG = """--data linear --dim 0 | --data linear --dim -2 | --data linear --length 0 | --data linear --noise -1
+--data linear --noise inf | --data linear --drift 1.5 | --data linear --drift -0.1
+--data linear --drift nan | --data linear --state 0 | --data linear --half-life 0
+--data linear --model mambazero --predict l1 | --data linear --heads 2
+--data linear --model transformer --block 8 | --data single-index --dim 0
+--data single-index --length 0 | --data single-index --support 17 | --data single-index --support 0
+--data single-index --link he9 | --data single-index --noise -0.1 | --data single-index --curriculum 2
+--data single-index --heads 0 | --data single-index --mixer relu | --data single-index --no-selective
+--model s6 | --data markov --model s6 | --data linear --length 1000000000
+--data linear --dim 1000000000 --length 5""".replace("\n", " | ").split(" | ")
+
+
+@pytest.mark.parametrize("command", WRONG)
+def test_bad_regression_input_is_one_line_and_exit_code_2(command, capsys):
+    test_bad_input_is_one_line_and_exit_code_2(command, capsys)
+
+
+def test_regression_functions_reject_what_cannot_be_meant():
+    for call in (lambda: linear_prompts(1, 0, 2), lambda: linear_prompts(1, 1, 0),
+                 lambda: linear_prompts(1, 1, 1, -1.0), lambda: linear_prompts(1, 1, 1, 0.0, 1.5),
+                 lambda: online_gd(2, 0.1, 0.0), lambda: online_gd(2, 0.1, 1.0),
+                 lambda: single_index_prompts(1, 1, 3, 4), lambda: single_index_prompts(1, 1, 3, [3]),
+                 lambda: single_index_prompts(1, 1, 3, [1, 1]), lambda: single_index_prompts(1, 1, 3, []),
+                 lambda: single_index_prompts(1, 1, 3, 1, "he5"), lambda: single_index_prompts(1, 1, 3, 1, noise=-1),
+                 lambda: single_index_prompts(1, 1, 3, 1, queries=0), lambda: OneLayerS6(0, 4),
+                 lambda: OneLayerS6(2, 0)):
+        with pytest.raises(ValueError) as error:
+            call()
+        assert "\n" not in str(error.value) and "got" in str(error.value)
+
+
+@pytest.mark.parametrize("script", ["regression.py", "single_index.py"])
+def test_regression_demos_run_quickly_and_end_well(script):
+    test_demos_run_quickly_and_end_well(script)

@@ -4,8 +4,8 @@ The one driver: data, model, loop, evaluation, checkpoint, log.
 A run is three choices, all visible below: DATA (what is predicted, and what the best predictor loses on the very same
 tokens), MODELS (presets, whose fields are flags), and the loop in `train`.
 
-    loss = mean of -log P_model(x_{t+1} | x_1..x_t), in nats             # Cross-entropy
-    gap  = loss - bayes, bayes = loss of add-beta on the same tokens     # Gap: 0 = the optimal estimator
+    loss = mean of -log P_model(x_{t+1} | x_1..x_t), in nats; squared error in regression     # Loss
+    gap  = loss - bayes, bayes = loss of the best reference (add-beta) on the same tokens     # Gap: 0 = the optimum
 
 Glossary:
     batch: B sequences a micro-batch    accumulate: micro-batches an update    length: T    states: S    order: k
@@ -41,21 +41,18 @@ import torch
 from tqdm import tqdm
 
 import mambazero
+import regression
+import single_index
 import transformer
 from laplace import add_beta, bayes_loss
-from markov import sample_chain, sample_kernel, sample_switching
+from markov import sample_chain, sample_kernel, sample_switching, stream
 from wikitext import WikitextData
-
-
-def stream(seed, name, index=0, device="cpu"):
-    """A torch.Generator for one random stream, seeded by (seed, name, index) and nothing else."""
-    return torch.Generator(device).manual_seed(random.Random(f"{seed}/{name}/{index}").getrandbits(63))
 
 
 class MarkovData:
     """Random Markov chains (markov.py) against add-beta (laplace.py)."""
 
-    defaults = {}  # flags that this task wants different
+    models, defaults = {}, {}  # of --model and of other flags, for this task only
     held_out = 1024  # chains in the evaluation set, the same at every evaluation
     pool = 4096  # training chains drawn at once: a batch at a time would cost more than the model
 
@@ -119,7 +116,8 @@ class MarkovData:
             yield f"{t + 1:40d} {x[0, t]:5d} {ours[t]:8.4f} {best[t]:8.4f}   {ours[t] - best[t]:+.4f}"
 
 
-DATA = {"markov": MarkovData, "wikitext": WikitextData}
+DATA = {"markov": MarkovData, "linear": regression.LinearData, "single-index": single_index.SingleIndexData,
+        "wikitext": WikitextData}
 MODELS = {name: (mambazero.Mamba, mambazero.MambaConfig, preset) for name, preset in mambazero.PRESETS.items()}
 MODELS |= {name: (transformer.Transformer, transformer.TransformerConfig, p) for name, p in transformer.PRESETS.items()}
 
@@ -242,7 +240,7 @@ def settle(args, config):
     args.lr = args.lr or (3e-3 if attention else 2e-2)
     args.clip = args.clip or (1.0 if attention else 0.1)
     if args.warmup is None:
-        args.warmup = 0.1 if config.predict == "l1" else 0.02
+        args.warmup = 0.1 if getattr(config, "predict", "value") == "l1" else 0.02
 
 
 def make_optimizer(model, args):
@@ -307,7 +305,8 @@ def load_checkpoint(out, name="model.pt"):
     try:
         config = json.loads((out / "config.json").read_text(encoding="utf-8"))
         checkpoint = torch.load(out / name, map_location="cpu", weights_only=True)
-        model = MODELS[config["args"]["model"]][0](MODELS[config["args"]["model"]][1](**config["model"]))
+        Model, Config, _ = find_model(argparse.Namespace(**config["args"]))
+        model = Model(Config(**config["model"]))
         model.load_state_dict(checkpoint["model"])
         assert isinstance(checkpoint["step"], int) and {"steps", "eval_every"} <= config["args"].keys()
         return model, checkpoint, config
@@ -340,7 +339,7 @@ def make_parser():
     p = Parser(prog="train.py", description="Train a model to predict in context, and measure its gap to the optimum.",
                allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     g = p.add_argument_group("what to train on")
-    g.add_argument("--data", choices=DATA, default="markov", help="the task; it may have other defaults than these")
+    g.add_argument("--data", choices=DATA, default="markov", help="the task; defaults shown here are those of markov")
     g.add_argument("--order", type=int, default=1, help="k, tokens of context that decide the next one")
     g.add_argument("--states", type=int, default=2, help="S, symbols in the alphabet")
     g.add_argument("--beta", type=float, default=1.0, help="Dirichlet concentration of the kernels")
@@ -350,7 +349,15 @@ def make_parser():
     g.add_argument("--corpus", default="corpus", help="wikitext: folder that wikitext.py made")
     g.add_argument("--split", choices=("validation", "test"), default=None,
                    help="wikitext: what is held out (default: validation, or test if there is none)")
-    g.add_argument("--length", type=int, default=256, help="T, tokens read and predicted per sequence")
+    g.add_argument("--length", type=int, default=256,
+                   help="T, tokens read and predicted per sequence; N, pairs in a prompt of linear and single-index")
+    g.add_argument("--dim", type=int, default=4, help="linear, single-index: d, width of x")
+    g.add_argument("--noise", type=float, default=0.0, help="linear: variance of the labels; single-index: their tau")
+    g.add_argument("--drift", type=float, default=None, help="linear: rho of a drifting target (default: none)")
+    g.add_argument("--support", type=int, default=4, help="single-index: r, dimensions that the targets depend on")
+    g.add_argument("--link", choices=single_index.LINKS, default="he3", help="single-index: g of y = g(<beta, x>)")
+    g.add_argument("--curriculum", type=float, default=0.0,
+                   help="single-index: share of the steps in which the link turns from he1 to --link")
     g = p.add_argument_group("how to train")
     g.add_argument("--steps", type=int, default=1000, help="updates")
     g.add_argument("--batch", type=int, default=64, help="sequences per micro-batch, shared by all processes")
@@ -376,7 +383,8 @@ def make_parser():
     only.add_argument("--resume", action="store_true", help="continue the run in --out")
     only.add_argument("--eval", action="store_true", help="only evaluate the run in --out, also on other data")
     g = p.add_argument_group("the model (default: from the preset and the data)")
-    g.add_argument("--model", choices=MODELS, default="mambazero", help="preset")
+    g.add_argument("--model", choices=sorted({name for name, _ in all_models()}), default="mambazero",
+                   help="preset; s6: one layer, made for linear and single-index")
     for name, (field, text) in model_fields().items():
         flag, kind = "--" + name.replace("_", "-"), type(field.default)
         if kind is bool:
@@ -395,10 +403,23 @@ def folder(text):
     return Path(text)
 
 
+def all_models():
+    """(name, (Model, Config, preset)), those for every task and each task's own."""
+    return [*MODELS.items(), *(item for data in DATA.values() for item in data.models.items())]
+
+
+def find_model(args):
+    """(Model, Config, preset) of args.model for args.data."""
+    found = DATA[args.data].models.get(args.model) or MODELS.get(args.model)
+    if not found:
+        raise ValueError(f"--model {args.model} cannot read --data {args.data}; use one of {', '.join(MODELS)}")
+    return found
+
+
 def model_fields():
     """name -> (dataclass field, its trailing comment), over all models; what the data decides is no flag."""
     found = {}
-    for name, (_, Config, _) in MODELS.items():
+    for name, (_, Config, _) in all_models():
         reasons = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(Config), re.M))
         for f in dataclasses.fields(Config):
             if f.name not in ("vocab", "inputs"):
@@ -416,7 +437,13 @@ def check(args):
         ("beta", 1e-3 <= a.beta <= 1e3, "between 0.001 and 1000"),
         ("switch", 0 <= a.switch < 1, "at least 0 and below 1"),
         ("prior", 0 <= a.prior[0] < a.prior[1] <= 1, "LOW HIGH with 0 <= LOW < HIGH <= 1"),
-        ("length", a.length >= a.order + 1, f"at least order + 1 = {a.order + 1}"),
+        ("length", a.length >= a.order + 1 or a.data in ("linear", "single-index") and a.length >= 1,
+         f"at least order + 1 = {a.order + 1}, for prompts at least 1"),
+        ("dim", a.dim >= 1, "at least 1"),
+        ("noise", 0 <= a.noise and finite(a.noise), "at least 0 and finite"),
+        ("drift", a.drift is None or 0 <= a.drift <= 1, "between 0 and 1"),
+        ("support", 1 <= a.support <= a.dim or a.data != "single-index", f"between 1 and --dim {a.dim}"),
+        ("curriculum", 0 <= a.curriculum <= 1, "between 0 and 1"),
         ("steps", 0 <= a.steps <= 10**9, "between 0 and 10^9"),
         ("batch", 1 <= a.batch <= 10**9, "between 1 and 10^9"),
         ("accumulate", 1 <= a.accumulate <= 10**6, "between 1 and 10^6"),
@@ -442,18 +469,19 @@ def check(args):
 
 def make_model(args, data):
     """The model of args.model: its dataclass defaults, then what the data asks for, the preset, and the flags given."""
-    Model, Config, preset = MODELS[args.model]
+    Model, Config, preset = find_model(args)
     own, flags = {f.name for f in dataclasses.fields(Config)}, model_fields()
     given = {k: v for k, v in vars(args).items() if k in flags}
     for name in given.keys() - own:
         raise ValueError(f"--{name} is not a switch of --model {args.model}")
     asked = {k: v for k, v in data.fields.items() if k in own}
-    config = Config(**asked | preset | given)
-    if config.predict == "value" and not config.inputs:
-        raise ValueError("--predict value is for regression data; tokens need softmax or l1")
-    inner, state = config.d * getattr(config, "expand", 4), getattr(config, "state", 0)  # a transformer's MLP: 4d
-    activations = 4 * args.batch * args.length * max(inner, state) * config.layers
-    weights = config.d * (inner + config.vocab + state + config.window + getattr(config, "block", 0)) * config.layers
+    config = Config(**asked | preset | {k: v for k, v in asked.items() if k == "predict"} | given)
+    size = dict(d=1, expand=4, state=0, layers=1, window=1, block=0, predict="value") | vars(config)  # GPT-2's MLP: 4d
+    if (size["predict"] == "value") != bool(config.inputs):
+        raise ValueError(f"--predict {size['predict']}: regression data needs value; tokens need softmax or l1")
+    inner, state, layers = size["d"] * size["expand"], size["state"], size["layers"]
+    activations = 4 * args.batch * args.length * max(inner, state) * layers
+    weights = size["d"] * (inner + config.vocab + state + size["window"] + size["block"]) * layers
     if activations > 2**35 or weights > 2**31:
         raise ValueError(f"this model on {args.batch} x {args.length} tokens does not fit in memory; "
                          f"lower --batch, --length, --d, --expand, --state or --layers")
@@ -524,7 +552,9 @@ def main(argv=None):
             model = (model or make_model(args, data)).to(device)
             if model.config.vocab != data.fields["vocab"]:
                 raise ValueError(f"the model in {out} has {model.config.vocab} symbols, not {data.fields['vocab']}")
-            if args.length > getattr(model.config, "block", args.length):
+            if model.config.inputs != data.fields.get("inputs"):
+                raise ValueError(f"the model in {out} reads --dim {model.config.inputs - 1}, not {args.dim}")
+            if data.fields.get("block", 0) > getattr(model.config, "block", data.fields.get("block", 0)):
                 raise ValueError(f"--length {args.length} is more than the model's --block {model.config.block}")
             settle(args, model.config)
             optimizer, scaler, start = make_optimizer(model, args), make_scaler(args, device), 0

@@ -195,7 +195,7 @@ def perplexities(nll, tokens, words, bytes):
 class WikitextData:
     """A corpus as data for train.py: random windows to train on, the held-out split from end to end."""
 
-    defaults = dict(model="wikitext-mamba", lr=2e-3, clip=1.0, batch=16)
+    models, defaults = {}, dict(model="wikitext-mamba", lr=2e-3, clip=1.0, batch=16)
     sampled = 200  # tokens that --sample adds
 
     def __init__(self, args, device):

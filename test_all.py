@@ -2028,7 +2028,6 @@ def test_a_language_model_on_cuda_in_bfloat16():
 # regression.py, single_index.py and their tasks in train.py
 
 
-
 @pytest.fixture(autouse=True)
 def few_held_out_prompts(monkeypatch):
     monkeypatch.setattr(regression.LinearData, "held_out", 16)
@@ -2188,7 +2187,7 @@ def test_least_squares_on_cuda():
 
 
 @pytest.mark.parametrize("model", [
-    Mamba(MambaConfig(vocab=1, inputs=4, d=8, norm=True, predict="value")),
+    Mamba(MambaConfig(vocab=1, inputs=4, d=8, norm=True, act="silu", predict="value")),
     Transformer(TransformerConfig(vocab=1, inputs=4, d=8, layers=2, predict="value"))], ids=["mamba", "transformer"])
 def test_where_predictions_are_read(model):
     tokens, _ = linear_prompts(2, 5, 3, generator=generator())

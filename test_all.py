@@ -1219,13 +1219,19 @@ def test_accumulated_micro_batches_are_one_batch():
     assert abs(losses("four")[1]["train"] - math.log(2)) < 0.1
 
 
-def test_only_matrices_decay():
+def test_only_matrices_decay_and_convolution_biases_are_slow():
     model = Mamba(MambaConfig())
-    decayed, kept = train.make_optimizer(model, train.make_parser().parse_args([])).param_groups
-    assert decayed["weight_decay"] > 0 == kept["weight_decay"]
+    matrices, vectors, slow = train.make_optimizer(model, train.make_parser().parse_args([])).param_groups
+    assert matrices["weight_decay"] > 0 == vectors["weight_decay"] == slow["weight_decay"]
     names = {id(p): n for n, p in model.named_parameters()}
-    assert {names[id(p)] for p in kept["params"]} == {"blocks.0.conv_bias", "blocks.0.delta_bias", "blocks.0.a_log"}
-    assert len(decayed["params"]) + len(kept["params"]) == len(names)
+    assert {names[id(p)] for p in vectors["params"]} == {"blocks.0.delta_bias", "blocks.0.a_log"}
+    assert [names[id(p)] for p in slow["params"]] == ["blocks.0.conv_bias"] and slow["scale"] == 0.1 < vectors["scale"]
+    assert sum(len(group["params"]) for group in (matrices, vectors, slow)) == len(names)
+
+
+def test_two_tokens_start_as_opposites():
+    assert Mamba(MambaConfig(**PRESETS["mamba"])).embed.weight.sum(0).abs().max() < 1e-6  # no common part, no dead units
+    assert (Mamba(MambaConfig(**PRESETS["mambazero"])).embed.weight > 0).all()  # L1 wants all positive
 
 
 def test_schedule():

@@ -159,7 +159,7 @@ def train(args, data, model, optimizer, scaler, start, out, device):
             break
 
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, args)
+            group["lr"] = learning_rate(step, args) * group["scale"]
         torch.manual_seed(random.Random(f"{args.seed}/dropout/{step + rank * 10**9}").getrandbits(63))
         total = 0.0
         for micro in range(args.accumulate):
@@ -244,10 +244,17 @@ def settle(args, config):
 
 
 def make_optimizer(model, args):
-    """AdamW with weight decay on matrices only: 0 means nothing special for biases, a_log and delta_bias."""
-    params = list(model.parameters())
-    groups = [dict(params=[p for p in params if p.dim() >= 2], weight_decay=args.weight_decay),
-              dict(params=[p for p in params if p.dim() < 2], weight_decay=0.0)]
+    """AdamW with weight decay on matrices only: 0 means nothing special for biases, a_log and delta_bias.
+
+    Convolution biases learn at a tenth of the rate: early on they all sink together, and then the ReLU behind them is
+    dead in most channels of b or c (see mambazero.py: _init_weights).
+    """
+    groups = dict(matrix=[], vector=[], conv_bias=[])
+    for name, p in model.named_parameters():
+        groups["conv_bias" if name.endswith("conv_bias") else "matrix" if p.dim() >= 2 else "vector"].append(p)
+    groups = [dict(params=groups["matrix"], weight_decay=args.weight_decay, scale=1.0),
+              dict(params=groups["vector"], weight_decay=0.0, scale=1.0),
+              dict(params=groups["conv_bias"], weight_decay=0.0, scale=0.1)]
     return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)  # the rate is set at every step
 
 

@@ -180,20 +180,23 @@ def quantised(run):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Runs: id -> seeds, measurement, {(line, x): flags}. What flags do not say is train.py's default: 1,000 steps, B = 64,
-# T = 256, where the paper takes 10,000 steps. Transformers see as many tokens in smaller batches: with more updates two
-# layers get to half the gap at order 2. Switches are rare and need the most updates. The many runs of Figures 6 and 10
-# are on shorter chains; Table 3, where a width of 1,000 is costly, has no MLP, e = 1, and a rate that falls with d.
+# T = 256, where the paper takes 10,000 steps. SHORT: sweeps over many settings are on chains half as long. Transformers
+# see as many tokens in smaller batches: with more updates two layers get to half the gap at order 2. Switches are rare
+# and need the most updates. Table 3, where a width of 1,000 is costly, has no MLP, e = 1, and a rate that falls with d.
 
 ORDERS = (1, 2, 3, 4)
+SHORT = " --length 128"
 MAMBA, ZERO = "--model mamba --order {}", "--model mambazero --order {}"
 GPT = "--model transformer --order {} --batch 16 --steps 4000"
 MAMBA_1, ZERO_1, NO_CONV = MAMBA.format(1), ZERO.format(1) + " --eval-every 25 --keep", MAMBA.format(1) + " --no-conv"
 LINES = {"Mamba": MAMBA, "transformer, 1 layer": GPT, "transformer, 2 layers": GPT + " --layers 2"}
-LINEAR, FAR = " --attention linear", " --block 16384"
-WINDOWS = {(f"order {k}", w): MAMBA.format(k) + f" --window {w}" * (w != k + 1)
+FAR = " --block 16384"  # positions enough for the study of length, which shares its transformers with Figure 1a
+LONG = {("Mamba", 0): MAMBA_1, ("transformer, 1 layer", 0): GPT.format(1) + FAR,
+        ("transformer, 2 layers", 0): GPT.format(1) + " --layers 2" + FAR}
+WINDOWS = {(f"order {k}", w): MAMBA.format(k) + SHORT + f" --window {w}" * (w != k + 1)
            for k in ORDERS for w in (2, 3, 4, 5, 6)}
 SWITCH = MAMBA_1 + " --switch 0.01 --batch 16 --steps 10000"
-WIDE = NO_CONV + " --no-mlp --expand 1 --batch 16 --length 128 --steps 300 --d {} --lr {}"
+WIDE = NO_CONV + SHORT + " --no-mlp --expand 1 --batch 16 --steps 200 --d {} --lr {}"
 
 
 def grid(lines, xs):
@@ -202,34 +205,33 @@ def grid(lines, xs):
 
 
 RUNS = {
-    "fig1a": (5, one_chain, {("add-1", 0): "exact --order 1"} | {(line, 0): f.format(1) for line, f in LINES.items()}),
-    "fig1b": (5, outcome, grid(LINES, ORDERS)),
+    "fig1a": (5, one_chain, {("add-1", 0): "exact --order 1"} | LONG),
+    "fig1b": (5, outcome, grid({line: flags + SHORT for line, flags in LINES.items()}, ORDERS)),
     "fig3a": (5, outcome, {("Mamba", 0): MAMBA_1, ("MambaZero", 0): ZERO_1, ("Mamba, no convolution", 0): NO_CONV}),
     "fig3b": (3, outcome, WINDOWS),
     "fig4": (5, decay, {("Mamba", 0): MAMBA_1, ("MambaZero", 0): ZERO_1}),
     "fig5a": (5, readout, {("MambaZero", 0): ZERO_1}),
     "fig5b": (5, readout, {("MambaZero", 0): ZERO_1}),
-    "fig6": (3, outcome, grid({f"d = {d}": MAMBA + f" --d {d} --state {d} --length 128" for d in (2, 4, 8, 16, 32)},
+    "fig6": (3, outcome, grid({f"d = {d}": MAMBA + SHORT + f" --d {d} --state {d}" for d in (2, 4, 8, 16, 32)},
                               (1, 2, 3, 4, 5))),
-    "fig7": (3, outcome, grid({"Mamba": MAMBA, "linear, 1 layer": GPT + LINEAR,
-                               "linear, 2 layers": GPT + " --layers 2" + LINEAR}, ORDERS)),
+    "fig7": (3, outcome, grid({"Mamba": MAMBA + SHORT, "linear, 1 layer": GPT + SHORT + " --attention linear",
+                               "linear, 2 layers": GPT + SHORT + " --layers 2 --attention linear"}, ORDERS[:3])),
     "fig8": (3, outcome, {("Mamba", S): MAMBA_1 + f" --states {S}" * (S > 2) for S in (2, 4, 6, 8)}),
     "fig9": (3, outcome, {("window", w): flags for (line, w), flags in WINDOWS.items() if line == "order 1" and w < 6}
-             | {("layers", n): MAMBA_1 + f" --layers {n}" * (n > 1) for n in (1, 2, 3, 4)}),
-    "fig10": (3, outcome, grid({f"{name}, depth {n}": flags + f" --length 128 --layers {n}" for n in (1, 2, 4) for
-                                name, flags in (("Mamba", MAMBA + " --batch 32"), ("transformer", GPT + " --batch 8"))},
-                               ORDERS[:3])),
-    "fig11": (3, outcome, grid({"Mamba": MAMBA, "transformer": GPT, "with convolution": GPT + " --conv qkv"}, ORDERS)),
+             | {("layers", n): MAMBA_1 + SHORT + f" --layers {n}" * (n > 1) for n in (1, 2, 3, 4)}),
+    "fig10": (3, outcome, grid({f"{name}, depth {n}": flags + SHORT + f" --layers {n}" * (n > 1) for n in (1, 2, 4)
+                                for name, flags in (("Mamba", MAMBA), ("transformer", GPT))}, ORDERS[:3])),
+    "fig11": (3, outcome, grid({"Mamba": MAMBA + SHORT, "transformer": GPT + SHORT,
+                                "with convolution": GPT + SHORT + " --conv qkv"}, ORDERS)),
     "fig12": (5, outcome, {("1 layer, convolution", 0): MAMBA_1, ("1 layer, none", 0): NO_CONV,
                            ("2 layers, none", 0): NO_CONV + " --layers 2"}),
     "fig13": (5, switching, {("optimum", 0): "exact --switch 0.01", ("Mamba", 0): SWITCH}),
     "table2": (5, hold_out, {("Mamba", 0): MAMBA_1 + " --prior 0 0.5 --length 300"}),
     "table3": (5, outcome, {("Mamba", d): WIDE.format(d, lr) for d, lr in ((10, 2e-2), (100, 5e-3), (1000, 1e-3))}),
-    "orders": (3, outcome, grid({"MambaZero": ZERO, "MambaZero with ReLU": ZERO + " --act relu"}, (2, 3, 4))),
+    "orders": (3, outcome, grid({"MambaZero": ZERO + SHORT, "MambaZero with ReLU": ZERO + SHORT + " --act relu"},
+                                (2, 3, 4))),
     "dynamics": (5, readout, {("MambaZero", 0): ZERO_1}),
-    "length": (3, by_position, {("exact", 0): "exact --order 1", ("Mamba", 0): MAMBA_1, ("MambaZero", 0): ZERO_1,
-                                ("transformer, 1 layer", 0): GPT.format(1) + FAR,
-                                ("transformer, 2 layers", 0): GPT.format(1) + " --layers 2" + FAR}),
+    "length": (3, by_position, {("exact", 0): "exact --order 1", ("MambaZero", 0): ZERO_1} | LONG),
     "theorem2": (1, quantised, {(f"k = {k}", 0): f"exact --order {k}" for k in range(1, 7)}),
     "prior": (5, other_prior, {("Mamba", 0): MAMBA_1, ("MambaZero", 0): ZERO_1}),
 }
@@ -272,7 +274,8 @@ def fig1a(rows):
 
 def fig1b(rows):
     """Mamba is close to add-1 at every order | Mamba 0, transformer 0.2-0.3 with 1 layer, between with 2"""
-    return [panel("Distance to add-1", "order k", DISTANCE, over_x(rows, "distance"), points=True, marks=[0.02])]
+    return [panel("Distance to add-1, T = 128", "order k", DISTANCE, over_x(rows, "distance"), points=True,
+                  marks=[0.02])]
 
 
 def fig3a(rows):
@@ -282,7 +285,7 @@ def fig3a(rows):
 
 def fig3b(rows):
     """A window of k + 1 is enough and needed | gap 0 exactly from w = k + 1 on"""
-    return [panel("Gap by window", "window w", GAP, over_x(rows, "gap"), log="y", points=True, marks=[2e-3])]
+    return [panel("Gap by window, T = 128", "window w", GAP, over_x(rows, "gap"), log="y", points=True, marks=[2e-3])]
 
 
 def fig4(rows):
@@ -311,7 +314,7 @@ def fig6(rows):
 
 def fig7(rows):
     """Linear attention does as softmax attention does | the same"""
-    return [panel("Linear attention", "order k", DISTANCE, over_x(rows, "distance"), points=True)]
+    return [panel("Linear attention, T = 128", "order k", DISTANCE, over_x(rows, "distance"), points=True)]
 
 
 def fig8(rows):
@@ -322,7 +325,8 @@ def fig8(rows):
 
 def fig9(rows):
     """More window or more layers than needed do no harm | all reach the optimum"""
-    return [panel("Over-parametrised, order 1", "window w, or layers", GAP, over_x(rows, "gap"), log="y", points=True)]
+    return [panel("Over-parametrised, order 1, T = 128", "window w, or layers", GAP, over_x(rows, "gap"), log="y",
+                  points=True)]
 
 
 def fig10(rows):
@@ -334,7 +338,7 @@ def fig10(rows):
 
 def fig11(rows):
     """Convolution on q, k, v makes one transformer layer enough | the same"""
-    return [panel("One layer of attention", "order k", DISTANCE, over_x(rows, "distance"), points=True)]
+    return [panel("One layer of attention, T = 128", "order k", DISTANCE, over_x(rows, "distance"), points=True)]
 
 
 def fig12(rows):
@@ -365,7 +369,8 @@ def table3(rows):
 
 def orders(rows):
     """Ours, a conjecture: from order 2 on MambaZero keeps a gap, and a ReLU after its convolution closes it"""
-    return [panel("MambaZero and the ReLU", "order k", GAP, over_x(rows, "gap"), log="y", points=True, marks=[2e-3])]
+    return [panel("MambaZero and the ReLU, T = 128", "order k", GAP, over_x(rows, "gap"), log="y", points=True,
+                  marks=[2e-3])]
 
 
 def dynamics(rows):

@@ -79,7 +79,9 @@ class MambaConfig:
 
 
 PRESETS = {
-    "mamba": dict(act="relu", gate=True, mlp=True, predict="softmax"),  # PAPER: Section 2.2, the full layer
+    # PAPER: Section 2.2, the full layer. LayerNorm turns counts into shares, whatever the length; without it a run may
+    # settle for a window of recent tokens, whose count it knows (a_t = 0.96; order 1, seed 1).
+    "mamba": dict(act="relu", gate=True, mlp=True, norm=True, predict="softmax"),
     "mambazero": dict(act="none", gate=False, mlp=False, predict="l1"),  # PAPER: Section 3, the stripped one
     "wikitext-mamba": dict(d=256, layers=4, state=32, heads=8, window=4, act="silu", mlp=False, norm=True, tie=True),
 }

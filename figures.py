@@ -1,5 +1,6 @@
 """
-Every figure and table of the Markov part, and five questions that the paper leaves open: run, measure, draw.
+Every figure and table of the Markov part, five questions that the paper leaves open, and six figures of in-context
+regression: run, measure, draw.
 
 A figure is three things, all visible below: a line of RUNS (how many seeds, what is measured on a finished run, and the
 flags of train.py that make each run), a measurement, and a function of the figure's name, which arranges the numbers in
@@ -15,6 +16,7 @@ Glossary:
     i, j, l      the token before, the token written, the token at which is read; n_ij counts transitions
     unit         what one counted successor adds to its logit; at the optimum u_ij(l) is e_j if i = l, otherwise 0
     exact        rows with these flags are not trained: the models of mambazero.py whose weights were set by hand
+    untrained    nor are these: the measurement itself computes what the flags say, from the seed
 
 results/ID.json has flags, seeds and numbers, results/ID.png the picture; the runs are folders in out/figures.
 
@@ -42,6 +44,9 @@ import train
 from laplace import add_beta
 from mambazero import laplace_any_order, laplace_switching
 from markov import sample_chain, sample_kernel, sample_switching
+from regression import (LinearData, drift_moments, linear_prompts, loss_of_weights, optimal_forgetting, optimal_loss,
+                        population_gd, predicted_rate)
+from single_index import best_kernel_ridge, single_index_prompts, stage_one
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Measurements: what is read off a finished run. `run` has model, args, folder and log (its evaluations).
@@ -178,6 +183,81 @@ def quantised(run):
     return found
 
 
+def along_context(run):
+    """Mean squared error after k pairs on 4,096 prompts, at least 1e-4 for a logarithmic axis: the one-layer model and
+    every reference; and expected losses, of the weights eta a^(k-i) read off the model and of the best ones."""
+    a, (keep, F, _), found = run.args, run.model.read_off(), []
+    data = LinearData(SimpleNamespace(**vars(a) | dict(length=160)), "cpu")
+    for k in (1, 2, 4, 8, 16, 32, 50, 80, 160):
+        tokens, target = data.test[0][:, -k - 1 :], data.test[1]  # (B, k+1, d+1), (B,)
+        g = keep * (1 - keep) * F.trace() / a.dim * keep ** torch.arange(k - 1, -1, -1).double()
+        guesses = {"model": data.predict(run.model, tokens)} | data.references(tokens, target)
+        found.append({name: (guess - target).square().mean().clamp(min=1e-4).item() for name, guess in guesses.items()}
+                     | {"k": k, "formula": loss_of_weights(g, a.dim, a.noise),
+                        "best weights": optimal_loss(k, a.dim, a.noise)})
+    return {key: [at[key] for at in found] for key in found[0]}
+
+
+def forgetting(run):
+    """Under drift: the learned a and the best one; the loss on 65,536 prompts, beside the expected loss of the best
+    weights eta a^(N-i) and of the best equal weights."""
+    a = run.args
+    tokens, target = linear_prompts(2**16, a.length, a.dim, a.noise, a.drift, train.stream(0, "figures"))
+    loss = (torch.cat([run.model(part) for part in tokens.split(1024)]) - target).square().mean().item()
+    best, geometric = optimal_forgetting(a.length, a.dim, a.drift, a.noise)
+    r, R = drift_moments(a.length, a.drift)
+    uniform = a.dim * (1 - r.sum() ** 2 / (R.sum() + (a.dim + 1 + a.noise) * a.length))
+    return dict(a=run.model.read_off()[0], best=best, loss=loss, geometric=geometric, uniform=uniform.item())
+
+
+def population_descent(run):
+    """Gradient descent on the population loss from orthonormal B, C, b under the paper's gate, of half-life N: the gap
+    by step, the predicted slope as a line through its middle, and the slope of the second half over the predicted."""
+    a, g = run.args, train.stream(run.args.seed, "figures")
+    keep, half = 2 ** (-1 / a.length), a.steps // 2
+    W = torch.linalg.qr(torch.randn(a.state, 2 * a.dim + 1, generator=g).double())[0]
+    gap = population_gd(W[:, : a.dim], W[:, a.dim : -1], W[:, -1], keep, a.length, a.lr, a.steps)[0]
+    rate, step = predicted_rate(keep, a.length, a.dim, a.lr), torch.arange(0, a.steps + 1, 10)
+    return dict(step=step.tolist(), gap=gap[step].tolist(), line=(gap[half] * (rate * (step - half)).exp()).tolist(),
+                ratio=(gap[-1] / gap[half]).log().item() / (a.steps - half) / rate)
+
+
+def first_step(run):
+    """|gamma| of the d linear features after Stage I, largest of all features = 1; its mean inside the hidden subspace
+    over that outside; 1 if the features above one half are exactly the subspace."""
+    a, r = run.args, run.args.support
+    size = stage_one(a.dim, r, a.length, a.batch * a.accumulate, a.mixer != "linear", link=a.link, noise=a.noise,
+                     generator=train.stream(a.seed, "figures")).abs()
+    size /= size.max()
+    linear = size[1 : 1 + a.dim]
+    return dict(i=list(range(1, 1 + a.dim)), size=linear.tolist(), ratio=(linear[:r].mean() / linear[r:].mean()).item(),
+                found=int((size > 0.5).nonzero()[:, 0].tolist() == list(range(1, 1 + r))))
+
+
+@functools.cache
+def kernel_errors(N, d, r, link, noise):
+    """x, y, xq, yq of 600 prompts with 16 queries, whose labels are the same for all d <= 32, and the squared errors of
+    what needs no model (600,): kernels, in the hidden subspace or not, are tuned on these very prompts."""
+    x, y, xq, yq, _ = single_index_prompts(600, N, max(d, 32), r, link, noise, 16, train.stream(0, f"figures/{N}"))
+    guesses = {name: best_kernel_ridge(x[..., :k], y, xq[..., :k], yq) for name, k in
+               (("kernel ridge", d), ("kernel in the subspace", r))} | {"zero": 0 * yq}
+    return x[..., :d], y, xq[..., :d], yq, {name: (g - yq).square().mean(1) for name, g in guesses.items()}
+
+
+def against_kernels(run):
+    """Mean squared error after N pairs beside kernel ridge regression and zero; model - kernel in the subspace, prompt
+    by prompt, with its standard error."""
+    a, found = run.args, []
+    for N in PAIRS:
+        x, y, xq, yq, errors = kernel_errors(N, a.dim, a.support, a.link, a.noise)
+        own = (run.model.read(x, y, xq) - yq).square().mean(1)  # (600,)
+        difference = own - errors["kernel in the subspace"]
+        found.append({"N": N, "model": own.mean().item(), "difference": difference.mean().item(),
+                      "error": difference.std().item() / 600**0.5} | {name: e.mean().item()
+                                                                       for name, e in errors.items()})
+    return {key: [at[key] for at in found] for key in found[0]}
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Runs: id -> seeds, measurement, {(line, x): flags}. What flags do not say is train.py's default: 1,000 steps, B = 64,
 # T = 256, where the paper takes 10,000 steps. Sweeps are SHORT: half the length, and four times the steps at a quarter
@@ -199,6 +279,11 @@ WINDOWS = {(f"order {k}", w): MAMBA.format(k) + SHORT + f" --window {w}" * (w !=
            for k in ORDERS for w in (2, 3, 4, 5, 6)}
 SWITCH = MAMBA_1 + " --switch 0.01 --batch 16 --steps 10000"
 WIDE = NO_CONV + " --length 128 --no-mlp --expand 1 --batch 16 --steps 200 --d {} --lr {}"
+PAIRS = (16, 32, 64, 128)  # at which single-index models are compared
+LINEAR, INDEX = "--data linear", "--data single-index"
+DESCENT = f"untrained {LINEAR} --state 80 --lr 0.02 --steps 1000 --dim {{}} --length {{}}"
+STEP = f"untrained {INDEX} --batch 500 --accumulate {{}}"
+LONGER = f"{INDEX} --support 8 --steps 6000"
 
 
 def grid(lines, xs):
@@ -236,6 +321,16 @@ RUNS = {
     "length": (3, by_position, {("exact", 0): "exact --order 1", ("MambaZero", 0): ZERO_1} | LONG),
     "theorem2": (1, quantised, {(f"k = {k}", 0): f"exact --order {k}" for k in range(1, 7)}),
     "prior": (5, other_prior, {("Mamba", 0): MAMBA_1, ("MambaZero", 0): ZERO_1}),
+    "context": (3, along_context, {("model", 0): LINEAR + " --state 80"}),
+    "drift": (3, forgetting, grid({"trained layer": LINEAR + " --drift {}"}, (0.9, 0.95, 0.98, 0.99))),
+    "descent": (3, population_descent, {(f"d = {d}, N = {N}", d): DESCENT.format(d, N)
+                                        for d, N in ((4, 50), (5, 20), (10, 40))}),
+    "gamma": (5, first_step, {(line, 500 * n): STEP.format(n) + more for line, more in
+                              (("gate", " --mixer mamba"), ("no gate", " --mixer linear")) for n in (3, 10, 40)}),
+    "kernels": (3, against_kernels, {("d = 16", 0): LONGER, ("d = 32", 0): LONGER + " --dim 32",
+                                     ("d = 16, trained on 16 pairs", 0): LONGER + " --length 16"}),
+    "ladder": (3, against_kernels, grid({"gate": INDEX + " --heads {}"}, (1, 2, 4, 8))
+               | {("no gate", 8): INDEX + " --mixer linear", ("softmax attention", 8): INDEX + " --mixer softmax"}),
 }
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -251,10 +346,10 @@ def panel(title, xlabel, ylabel, lines, **style):
     return dict(title=title, xlabel=xlabel, ylabel=ylabel, lines=lines) | style
 
 
-def over_x(rows, key):
-    """Lines over the x of their rows: value[key]."""
+def over_x(rows, key, n=...):
+    """Lines over the x of their rows: value[key], or its entry n."""
     of = {row["line"]: [r for r in rows if r["line"] == row["line"]] for row in rows}
-    return {line: ([r["x"] for r in own], np.array([[v[key] for v in r["values"]] for r in own]).T)
+    return {line: ([r["x"] for r in own], np.array([[np.array(v[key])[n] for v in r["values"]] for r in own]).T)
             for line, own in of.items()}
 
 
@@ -414,6 +509,57 @@ def prior(rows):
     return [panel("Another prior", "beta of the test", "mean |difference of P(1)|", lines, log="xy", points=True)]
 
 
+def context(rows):
+    """One S6 layer stops at the best of its class, and is bad beyond its length | near online gradient descent"""
+    lines = {name: within(rows, "k", name)["model"] for name in rows[0]["values"][0] if name != "k"}
+    return [panel("d = 4, trained on 50 pairs (dashed: expected)", "pairs k", "squared error", lines, log="xy")]
+
+
+def drift(rows):
+    """Ours: where the target drifts, one layer learns the best rate of forgetting"""
+    own = {key: over_x(rows, key)["trained layer"] for key in rows[0]["values"][0]}
+    keep = {"trained layer": own["a"], "optimum": own["best"]}
+    loss = {"trained layer": own["loss"], "optimum": own["geometric"], "best equal weights": own["uniform"]}
+    return [panel("What a step keeps", "rho of the target", "a", keep, points=True),
+            panel("Loss", "rho of the target", "squared error", loss, points=True)]
+
+
+def descent(rows):
+    """Population gradient descent converges exponentially, at a rate without a free parameter | at least eta b1 d_h"""
+    lines = within(rows, "step", "gap") | {f"predicted, {name}": y for name, y in within(rows, "step", "line").items()}
+    ratio = over_x([row | dict(line="slope") for row in rows], "ratio")
+    return [panel("Gap of half-losses", "step", "gap", lines, log="y"),
+            panel("Slope of log gap", "d", "measured / predicted", ratio, points=True)]
+
+
+def gamma(rows):
+    """One gradient step finds the hidden subspace, but only through the gate | exact support"""
+    most = [row for row in rows if row["x"] == rows[-1]["x"]]
+    return [panel(f"d = 16, r = 4, {most[0]['x']:,} prompts of 64 pairs", "coordinate of x (hidden: 1 to 4)",
+                  "|gamma|, largest = 1", within(most, "i", "size"), points=True),
+            panel("Inside over outside", "prompts", "ratio of mean |gamma|", over_x(rows, "ratio"), log="xy",
+                  points=True),
+            panel("Features above one half are the subspace", "prompts", "share of seeds", over_x(rows, "found"),
+                  log="x", points=True)]
+
+
+def kernels(rows):
+    """At r = 8 a kernel that is given the subspace needs more pairs than one layer, whatever d | the same"""
+    lines = within(rows, "N", "model") | within(rows[:2], "N", "kernel ridge", ", kernel ridge")
+    lines["kernel in the subspace"] = within(rows, "N", "kernel in the subspace")[rows[0]["line"]]
+    return [panel("r = 8", "pairs N", "squared error", lines, log="x", points=True),
+            panel("Model - kernel in the subspace", "pairs N", "difference", within(rows, "N", "difference"), log="x",
+                  points=True, marks=[0])]
+
+
+def ladder(rows):
+    """Heads help, and at r = 4 the kernel in the subspace wins from 64 pairs on | the layer beats it"""
+    kernels = ("zero", "kernel ridge", "kernel in the subspace")
+    return [panel(f"r = 4, after {rows[0]['values'][0]['N'][n]} pairs", "heads", "squared error",
+                  over_x(rows, "model", n) | {key: over_x(rows, key, n)["gate"] for key in kernels}, points=True)
+            for n in (1, 2)]
+
+
 FIGURES = {name: globals()[name] for name in RUNS}
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -425,12 +571,25 @@ def run_folder(flags, seed):
     return Path("out/figures") / f"{re.sub(r'[^a-z0-9.]+', '-', flags.strip('- '))}-seed-{seed}"
 
 
-flag_parser = functools.cache(train.make_parser)
+@functools.cache
+def flag_parser(task="markov"):
+    """train.py's, with the defaults of a task."""
+    parser = train.make_parser()
+    parser.set_defaults(**train.DATA[task].defaults)
+    return parser
+
+
+def parse(flags):
+    """The args of a run, without the word in front that says who makes it."""
+    words = re.sub(r"^\w+ ", "", flags).split()
+    return flag_parser(flag_parser().parse_args(words).data).parse_args(words)
 
 
 def finished_run(flags, seed):
     """The run as measurements want it, or None if it has not ended yet. Exact models are made on the spot."""
-    args = flag_parser().parse_args(f"{flags} --seed {seed}".replace("exact ", "").split())
+    args = parse(f"{flags} --seed {seed}")
+    if flags.startswith("untrained"):
+        return SimpleNamespace(args=args)
     if flags.startswith("exact"):
         model = laplace_switching(args.states, args.beta, args.switch) if args.switch else \
             laplace_any_order(args.states, args.order, args.beta)
@@ -502,7 +661,7 @@ def minutes(run):
 # From results to pictures and tables
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito: for all eyes
-REFERENCES = ("add-1", "optimum", "exact", "bound", "add-1 to the new optimum")  # dashed and black
+REFERENCES = ("add-1", "optimum", "exact", "bound", "predicted", "formula", "best weights")  # dashed, black
 
 
 def table(panels):
@@ -532,7 +691,7 @@ def draw(panels, path):
             mean, std = y.mean(0), y.std(0, ddof=1) if len(y) > 1 else 0 * y[0]
             if p.get("points") and "x" not in p.get("log", ""):
                 ax.set_xticks(x)
-            if name in REFERENCES:
+            if name.startswith(REFERENCES):
                 ax.plot(x, mean, "k--", linewidth=1, zorder=9, label=name)
             elif p.get("points"):
                 ax.errorbar(x, mean, std, color=color, marker=mark, markersize=4, capsize=3, label=name)

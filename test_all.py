@@ -1454,7 +1454,7 @@ def test_mamba_learns_every_order(order, monkeypatch):
 
 def finished(model, flags=""):
     """A run as figures.py hands it to its measurements."""
-    args = figures.flag_parser().parse_args(flags.split())
+    args = figures.parse(flags)
     log = [dict(step=step, gap=0.1, bayes=0.5, ms_per_step=1.0) for step in (0, 5, 10)]
     return types.SimpleNamespace(model=model, args=args, log=log, folder="")
 
@@ -1505,14 +1505,67 @@ def test_quantised_states_obey_theorem_2(k):
         assert bound <= counts < whole
 
 
+def test_runs_have_the_defaults_of_their_task_and_untrained_ones_their_seeds():
+    assert (figures.parse("--data linear").steps, figures.parse("--data single-index").length) == (2000, 64)
+    assert figures.parse("--order 2").steps == 1000 and figures.parse("untrained --data linear --length 7").length == 7
+    run_ = figures.finished_run("untrained --data linear", 3)
+    assert run_.args.seed == 3 and run_.args.data == "linear"
+    a = types.SimpleNamespace(flags="", seeds=None)
+    assert {len(row["seeds"]) for row in figures.spec("gamma", a)} == {5}
+
+
+@torch.no_grad()
+def test_measurements_of_linear_regression_on_layers_set_by_hand(monkeypatch):
+    monkeypatch.setattr(regression.LinearData, "held_out", 4096)
+    found = figures.along_context(finished(online_gd(4, 0.02, 0.01).float(), "--data linear"))
+    assert found["model"] == pytest.approx(found["formula"], rel=0.08) and found["k"][-1] == 160
+    assert found["one step of GD"] == pytest.approx(found["best weights"], rel=0.08)  # a loss by k has an error of 2%
+    assert all(best < own for best, own in zip(found["best weights"], found["formula"]))
+    drift = finished(None, "--data linear --drift 0.95")
+    losses_ = {}
+    for a in (0.859, 0.99):
+        drift.model = online_gd(4, 0.0919, 1 - a).float()
+        losses_[a] = (found := figures.forgetting(drift))["loss"]
+        assert found["a"] == pytest.approx(a) and found["best"] == pytest.approx(0.859)
+    assert losses_[0.859] == pytest.approx(found["geometric"], rel=0.02) and losses_[0.99] > 1.2 * found["geometric"]
+    r, R = regression.drift_moments(50, 0.95)
+    scales = torch.linspace(0, 0.05, 501)
+    best = min(loss_of_weights(s * torch.ones(50).double(), 4, drift=0.95) for s in scales)
+    assert found["uniform"] == pytest.approx(best, rel=1e-4) and found["uniform"] > 1.2 * found["geometric"]
+    steps = figures.population_descent(finished(None, figures.DESCENT.format(3, 10)))
+    assert steps["ratio"] == pytest.approx(1, abs=0.01)
+    assert steps["gap"][-1] == pytest.approx(steps["line"][-1], rel=0.2)
+    assert steps["gap"][0] > 0.1 and steps["gap"][-1] < 1e-9 and steps["step"][-1] == 1000
+
+
+@torch.no_grad()
+def test_measurements_of_single_index_targets(monkeypatch):
+    gate, none = (figures.first_step(finished(None, figures.STEP.format(10) + f" --mixer {mixer}"))
+                  for mixer in ("mamba", "linear"))
+    assert gate["ratio"] > 10 and gate["found"] and none["ratio"] < 7 and not none["found"]
+    assert len(gate["i"]) == len(gate["size"]) == 16 and max(gate["size"]) == 1 and min(gate["size"][:4]) > 0.5
+    monkeypatch.setattr(figures, "PAIRS", (8, 40))
+    model = types.SimpleNamespace(read=lambda x, y, xq: xq[..., 0] + y[:, :1])  # looks at what all widths share
+    narrow, wide = (figures.against_kernels(finished(model, f"--data single-index --dim {d} --support 2"))
+                    for d in (8, 24))
+    for name in ("zero", "model", "kernel in the subspace", "difference"):
+        assert narrow[name] == wide[name]  # the same prompts
+    assert narrow["kernel ridge"] != wide["kernel ridge"]
+    assert narrow["kernel in the subspace"][1] < 0.5 * wide["kernel ridge"][1]
+    for model, kernel, difference in zip(wide["model"], wide["kernel in the subspace"], wide["difference"]):
+        assert difference == pytest.approx(model - kernel, abs=1e-5) and difference > 0.5
+
+
 def test_every_figure_names_runs_that_train_accepts():
     paper = "fig1a fig1b fig3a fig3b fig4 fig5a fig5b fig6 fig7 fig8 fig9 fig10 fig11 fig12 fig13 table2 table3"
-    assert set(paper.split()) | {"orders", "dynamics", "length", "theorem2", "prior"} == set(figures.FIGURES)
-    fields = dict(vocab=2, window=2, d=16, state=16, block=512)
+    ours = "orders dynamics length theorem2 prior context drift descent gamma kernels ladder"
+    assert set(paper.split()) | set(ours.split()) == set(figures.FIGURES)
+    markov = dict(vocab=2, window=2, d=16, state=16, block=512)
     for flags in {flags for _, _, runs in figures.RUNS.values() for flags in runs.values()}:
-        if not flags.startswith("exact"):
-            args = figures.flag_parser().parse_args(flags.split())
-            train.check(args)
+        args = figures.parse(flags)
+        train.check(args)
+        if flags.startswith("--"):
+            fields = markov if args.data == "markov" else dict(vocab=1, inputs=args.dim + 1)
             train.make_model(args, types.SimpleNamespace(fields=fields))
 
 
@@ -1520,14 +1573,19 @@ def test_every_figure_draws_what_it_prints(monkeypatch, capsys, tmp_path):
     models = {V: Mamba(MambaConfig(**PRESETS["mambazero"], vocab=V)) for V in (2, 3, 4, 6, 8)}
 
     def finished_run(flags, seed):
-        run_ = finished(None, flags.replace("exact", ""))
-        run_.model = mambazero.laplace_any_order(2, run_.args.order, 1.0) if "exact --order" in flags else \
-            models[run_.args.states + (run_.args.switch > 0)]
+        run_ = finished(None, f"{flags} --seed {seed}")
+        if run_.args.data == "markov":
+            run_.model = mambazero.laplace_any_order(2, run_.args.order, 1.0) if "exact --order" in flags else \
+                models[run_.args.states + (run_.args.switch > 0)]
+        else:
+            Model, Config, _ = train.find_model(run_.args)
+            run_.model = Model(Config(inputs=run_.args.dim + 1))
         return run_
 
     monkeypatch.setattr(figures, "finished_run", finished_run)
+    monkeypatch.setattr(figures, "PAIRS", (1, 3, 5))
     monkeypatch.setattr(train, "load_model", lambda *folder_and_step: models[2])
-    figures.main(["--run", "--results", str(tmp_path), "--seeds", "2", "--flags", "--length 12"])
+    figures.main(["--run", "--results", str(tmp_path), "--seeds", "2", "--flags", "--length 12 --accumulate 1"])
     out = capsys.readouterr().out
     for name in figures.FIGURES:
         rows = json.loads((tmp_path / f"{name}.json").read_text())["rows"]

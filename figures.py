@@ -281,7 +281,7 @@ SWITCH = MAMBA_1 + " --switch 0.01 --batch 16 --steps 10000"
 WIDE = NO_CONV + " --length 128 --no-mlp --expand 1 --batch 16 --steps 200 --d {} --lr {}"
 PAIRS = (16, 32, 64, 128)  # at which single-index models are compared
 LINEAR, INDEX = "--data linear", "--data single-index"
-DESCENT = f"untrained {LINEAR} --state 80 --lr 0.02 --steps 1000 --dim {{}} --length {{}}"
+DESCENT = f"untrained {LINEAR} --state 80 --steps 1000 --dim {{}} --length {{}} --lr {{}}"
 STEP = f"untrained {INDEX} --batch 500 --accumulate {{}}"
 LONGER = f"{INDEX} --support 8 --steps 6000"
 
@@ -323,12 +323,12 @@ RUNS = {
     "prior": (5, other_prior, {("Mamba", 0): MAMBA_1, ("MambaZero", 0): ZERO_1}),
     "context": (3, along_context, {("model", 0): LINEAR + " --state 80"}),
     "drift": (3, forgetting, grid({"trained layer": LINEAR + " --drift {}"}, (0.9, 0.95, 0.98, 0.99))),
-    "descent": (3, population_descent, {(f"d = {d}, N = {N}", d): DESCENT.format(d, N)
-                                        for d, N in ((4, 50), (5, 20), (10, 40))}),
+    "descent": (1, population_descent, {(f"d = {d}, N = {N}, eta = {eta}", d): DESCENT.format(d, N, eta)
+                                        for d, N, eta in ((4, 50, 0.01), (5, 20, 0.02), (10, 40, 0.015))}),
     "gamma": (5, first_step, {(line, 500 * n): STEP.format(n) + more for line, more in
                               (("gate", " --mixer mamba"), ("no gate", " --mixer linear")) for n in (3, 10, 40)}),
     "kernels": (3, against_kernels, {("d = 16", 0): LONGER, ("d = 32", 0): LONGER + " --dim 32",
-                                     ("d = 16, trained on 16 pairs", 0): LONGER + " --length 16"}),
+                                     ("d = 16, on 16 pairs", 0): LONGER + " --length 16"}),
     "ladder": (3, against_kernels, grid({"gate": INDEX + " --heads {}"}, (1, 2, 4, 8))
                | {("no gate", 8): INDEX + " --mixer linear", ("softmax attention", 8): INDEX + " --mixer softmax"}),
 }
@@ -529,7 +529,7 @@ def descent(rows):
     lines = within(rows, "step", "gap") | {f"predicted, {name}": y for name, y in within(rows, "step", "line").items()}
     ratio = over_x([row | dict(line="slope") for row in rows], "ratio")
     return [panel("Gap of half-losses", "step", "gap", lines, log="y"),
-            panel("Slope of log gap", "d", "measured / predicted", ratio, points=True)]
+            panel("Slope of log gap", "d", "measured / predicted", ratio, points=True, marks=[0.99, 1.01])]
 
 
 def gamma(rows):
@@ -537,18 +537,18 @@ def gamma(rows):
     most = [row for row in rows if row["x"] == rows[-1]["x"]]
     return [panel(f"d = 16, r = 4, {most[0]['x']:,} prompts of 64 pairs", "coordinate of x (hidden: 1 to 4)",
                   "|gamma|, largest = 1", within(most, "i", "size"), points=True),
-            panel("Inside over outside", "prompts", "ratio of mean |gamma|", over_x(rows, "ratio"), log="xy",
+            panel("Inside over outside", "prompts", "ratio of mean |gamma|", over_x(rows, "ratio"), log="y",
                   points=True),
             panel("Features above one half are the subspace", "prompts", "share of seeds", over_x(rows, "found"),
-                  log="x", points=True)]
+                  points=True)]
 
 
 def kernels(rows):
     """At r = 8 a kernel that is given the subspace needs more pairs than one layer, whatever d | the same"""
     lines = within(rows, "N", "model") | within(rows[:2], "N", "kernel ridge", ", kernel ridge")
     lines["kernel in the subspace"] = within(rows, "N", "kernel in the subspace")[rows[0]["line"]]
-    return [panel("r = 8", "pairs N", "squared error", lines, log="x", points=True),
-            panel("Model - kernel in the subspace", "pairs N", "difference", within(rows, "N", "difference"), log="x",
+    return [panel("r = 8, trained on 64 pairs", "pairs N", "squared error", lines, points=True),
+            panel("Model - kernel in the subspace", "pairs N", "difference", within(rows, "N", "difference"),
                   points=True, marks=[0])]
 
 

@@ -1532,7 +1532,7 @@ def test_measurements_of_linear_regression_on_layers_set_by_hand(monkeypatch):
     scales = torch.linspace(0, 0.05, 501)
     best = min(loss_of_weights(s * torch.ones(50).double(), 4, drift=0.95) for s in scales)
     assert found["uniform"] == pytest.approx(best, rel=1e-4) and found["uniform"] > 1.2 * found["geometric"]
-    steps = figures.population_descent(finished(None, figures.DESCENT.format(3, 10)))
+    steps = figures.population_descent(finished(None, figures.DESCENT.format(3, 10, 0.02)))
     assert steps["ratio"] == pytest.approx(1, abs=0.01)
     assert steps["gap"][-1] == pytest.approx(steps["line"][-1], rel=0.2)
     assert steps["gap"][0] > 0.1 and steps["gap"][-1] < 1e-9 and steps["step"][-1] == 1000

@@ -283,7 +283,7 @@ PAIRS = (16, 32, 64, 128)  # at which single-index models are compared
 LINEAR, INDEX = "--data linear", "--data single-index"
 DESCENT = f"untrained {LINEAR} --state 80 --steps 1000 --dim {{}} --length {{}} --lr {{}}"
 STEP = f"untrained {INDEX} --batch 500 --accumulate {{}}"
-LONGER = f"{INDEX} --support 8 --steps 6000"
+LONGER = f"{INDEX} --support 8 --steps 5000"
 
 
 def grid(lines, xs):

@@ -251,10 +251,9 @@ def against_kernels(run):
     for N in PAIRS:
         x, y, xq, yq, errors = kernel_errors(N, a.dim, a.support, a.link, a.noise)
         own = (run.model.read(x, y, xq) - yq).square().mean(1)  # (600,)
-        difference = own - errors["kernel in the subspace"]
-        found.append({"N": N, "model": own.mean().item(), "difference": difference.mean().item(),
-                      "error": difference.std().item() / 600**0.5} | {name: e.mean().item()
-                                                                       for name, e in errors.items()})
+        errors = errors | {"model": own, "difference": own - errors["kernel in the subspace"]}
+        found.append({name: e.mean().item() for name, e in errors.items()}
+                     | {"N": N, "error": errors["difference"].std().item() / 600**0.5})
     return {key: [at[key] for at in found] for key in found[0]}
 
 

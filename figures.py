@@ -269,7 +269,8 @@ SMALL = " --batch 16 --steps 4000"
 SHORT = " --length 128" + SMALL
 MAMBA, ZERO = "--model mamba --order {}", "--model mambazero --order {}"
 GPT = "--model transformer --order {}"
-MAMBA_1, ZERO_1, NO_CONV = MAMBA.format(1), ZERO.format(1) + " --eval-every 25 --keep", MAMBA.format(1) + " --no-conv"
+MAMBA_1, ZERO_1, NO_CONV = MAMBA.format(1), ZERO.format(1), MAMBA.format(1) + " --no-conv"
+KEPT = ZERO_1 + " --steps 3000 --eval-every 50 --keep"
 LINES = {"Mamba": MAMBA, "transformer, 1 layer": GPT, "transformer, 2 layers": GPT + " --layers 2"}
 FAR = " --block 16384"  # positions enough for the study of length, which shares its transformers with Figure 1a
 LONG = {("Mamba", 0): MAMBA_1, ("transformer, 1 layer", 0): GPT.format(1) + SMALL + FAR,
@@ -296,10 +297,10 @@ RUNS = {
     "fig3a": (5, outcome, {("Mamba", 0): MAMBA_1, ("MambaZero", 0): ZERO_1, ("Mamba, no convolution", 0): NO_CONV}),
     "fig3b": (3, outcome, WINDOWS),
     "fig4": (5, decay, {("Mamba", 0): MAMBA_1, ("MambaZero", 0): ZERO_1}),
-    "fig5a": (5, readout, {("MambaZero", 0): ZERO_1}),
-    "fig5b": (5, readout, {("MambaZero", 0): ZERO_1}),
-    "fig6": (3, outcome, grid({f"d = {d}": MAMBA + SHORT + f" --no-norm --d {d} --state {d}" for d in (2, 4, 8, 16, 32)},
-                              (1, 2, 3, 4, 5))),
+    "fig5a": (10, readout, {("MambaZero", 0): KEPT}),
+    "fig5b": (10, readout, {("MambaZero", 0): KEPT}),
+    "fig6": (3, outcome, grid({f"d = {d}": MAMBA + SHORT + f" --no-norm --d {d} --state {d}"
+                               for d in (2, 4, 8, 16, 32)}, (1, 2, 3, 4, 5))),
     "fig7": (3, outcome, grid({"Mamba": MAMBA + SHORT, "linear, 1 layer": GPT + SHORT + " --attention linear",
                                "linear, 2 layers": GPT + SHORT + " --layers 2 --attention linear"}, ORDERS[:3])),
     "fig8": (3, outcome, {("Mamba", S): MAMBA_1 + f" --states {S}" * (S > 2) for S in (2, 4, 6, 8)}),
@@ -316,7 +317,7 @@ RUNS = {
     "table3": (5, outcome, {("Mamba", d): WIDE.format(d, lr) for d, lr in ((10, 2e-2), (100, 5e-3), (1000, 1e-3))}),
     "orders": (3, outcome, grid({"MambaZero": ZERO + SHORT, "MambaZero with ReLU": ZERO + SHORT + " --act relu"},
                                 (2, 3, 4))),
-    "dynamics": (5, readout, {("MambaZero", 0): ZERO_1}),
+    "dynamics": (10, readout, {("MambaZero", 0): KEPT}),
     "length": (3, by_position, {("exact", 0): "exact --order 1", ("MambaZero", 0): ZERO_1} | LONG),
     "theorem2": (1, quantised, {(f"k = {k}", 0): f"exact --order {k}" for k in range(1, 7)}),
     "prior": (5, other_prior, {("Mamba", 0): MAMBA_1, ("MambaZero", 0): ZERO_1}),
@@ -357,10 +358,19 @@ def within(rows, x, y, suffix=""):
     return {row["line"] + suffix: (row["values"][0][x], [value[y] for value in row["values"]]) for row in rows}
 
 
-def over_steps(rows, pick):
-    """The line of rows of one, whose values are lists of one dict per checkpoint: pick(dict) over the steps."""
+def by_solution(rows):
+    """The runs of one row by what they count: name -> values. Runs end near Theorem 1, which counts what came after a
+    token, or far from it: in a binary chain counting what came before is almost as good."""
     [row] = rows
-    return [e["step"] for e in row["values"][0]], [[pick(e) for e in value] for value in row["values"]]
+    far = [value[-1]["distance"] > 0.5 for value in row["values"]]
+    found = {name: [value for value, f in zip(row["values"], far) if f == kind]
+             for name, kind in (("successors", False), ("predecessors", True))}
+    return {name: values for name, values in found.items() if values}
+
+
+def over_steps(values, pick):
+    """The line of values that are lists of one dict per checkpoint: pick(dict) over the steps."""
+    return [e["step"] for e in values[0]], [[pick(e) for e in value] for value in values]
 
 
 def fig1a(rows):
@@ -391,15 +401,18 @@ def fig4(rows):
 
 def fig5a(rows):
     """What was written in context i is read in context l = i only | only i = l stays"""
-    sizes = {"i = l": over_steps(rows, lambda e: e["on"]), "i not l": over_steps(rows, lambda e: e["off"])}
-    ratio = {"i not l / i = l": over_steps(rows, lambda e: e["off"] / e["on"])}
+    runs = by_solution(rows)
+    sizes = {f"{name}, {label}": over_steps(values, lambda e, key=key: e[key]) for name, values in runs.items()
+             for label, key in (("i = l", "on"), ("i not l", "off"))}
+    ratio = {name: over_steps(values, lambda e: e["off"] / e["on"]) for name, values in runs.items()}
     return [panel("Products of writing and reading", "step", "mean |b(ij)^T c(l)|", sizes, log="y"),
-            panel("Their ratio", "step", "ratio", ratio, log="y", marks=[0.05])]
+            panel("The products with i not l, over those with i = l", "step", "ratio", ratio, log="y", marks=[0.05])]
 
 
 def fig5b(rows):
     """The logits without counts are beta | both coordinates go to 1"""
-    lines = {f"coordinate {j}": over_steps(rows, lambda e, j=j: e["beta"][j]) for j in (0, 1)}
+    lines = {f"{name}, coordinate {j}": over_steps(values, lambda e, j=j: e["beta"][j])
+             for name, values in by_solution(rows).items() for j in (0, 1)}
     return [panel("Logits without counts", "step", "in units of a count", lines, marks=[0.9, 1.1])]
 
 
@@ -470,18 +483,19 @@ def orders(rows):
 
 
 def dynamics(rows):
-    """Ours: plateau and drop, what moves first, MambaZero at order 1"""
+    """Ours: plateau and drop, what moves first, in the runs of MambaZero that end at Theorem 1 (order 1)"""
     picks = {"gap": lambda e: e["gap"], "ratio of products": lambda e: e["off"] / e["on"],
-             "1 - a": lambda e: 1 - e["a"],
-             "u to Theorem 1": lambda e: e["distance"], "beta vector to 1": lambda e: math.dist(e["beta"], (1, 1))}
-    lines = {name: over_steps(rows, pick) for name, pick in picks.items()}
+             "1 - a": lambda e: 1 - e["a"], "u to Theorem 1": lambda e: e["distance"],
+             "beta vector to 1": lambda e: math.dist(e["beta"], (1, 1))}
+    values = next(iter(by_solution(rows).values()))  # successors, if there are any
+    lines = {name: over_steps(values, pick) for name, pick in picks.items()}
     half = {}
     for name, (steps, y) in lines.items():
         y = np.array(y)
-        moved = (y - y[:, -1:]) ** 2 <= (y[:, :1] - y[:, -1:]) ** 2 / 4  # (seeds, checkpoints)
-        half[name] = rows[0]["seeds"], [np.array(steps)[moved.argmax(1)]]
+        moved = (y - y[:, -1:]) ** 2 <= (y[:, :1] - y[:, -1:]) ** 2 / 4  # (runs, checkpoints)
+        half[name] = range(1, 1 + len(y)), [np.array(steps)[moved.argmax(1)]]
     return [panel("Along training", "step", "see legend", lines, log="y"),
-            panel("First step half way from start to end", "seed", "step", half, points=True)]
+            panel("First step half way from start to end", "run", "step", half, points=True)]
 
 
 def length(rows):
@@ -675,8 +689,8 @@ def table(panels):
 
 
 def draw(panels, path):
-    """The panels below each other as a PNG: mean over seeds, band or bar of one standard deviation. False if matplotlib
-    is not installed; no window is opened, whatever the display."""
+    """The panels below each other as a PNG: mean ± one standard deviation over seeds, on a logarithmic axis the median
+    and the range. False if matplotlib is not installed; no window is opened, whatever the display."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -687,24 +701,30 @@ def draw(panels, path):
         for axis in p.get("log", ""):
             getattr(ax, f"set_{axis}scale")("log", nonpositive="clip")
         for (name, (x, y)), color, mark in zip(p["lines"].items(), COLORS * 2, "osD^vPX" * 2):
-            mean, std = y.mean(0), y.std(0, ddof=1) if len(y) > 1 else 0 * y[0]
+            if "y" in p.get("log", ""):  # where a spread around the mean would reach below 0
+                middle, low, high = np.median(y, 0), y.min(0), y.max(0)
+            else:
+                middle, std = y.mean(0), y.std(0, ddof=1) if len(y) > 1 else 0 * y[0]
+                low, high = middle - std, middle + std
             if p.get("points") and "x" not in p.get("log", ""):
                 ax.set_xticks(x)
             if name.startswith(REFERENCES):
-                ax.plot(x, mean, "k--", linewidth=1, zorder=9, label=name)
+                ax.plot(x, middle, "k--", linewidth=1, zorder=9, label=name)
             elif p.get("points"):
-                ax.errorbar(x, mean, std, color=color, marker=mark, markersize=4, capsize=3, label=name)
+                ax.errorbar(x, middle, (middle - low, high - middle), color=color, marker=mark, markersize=4, capsize=3,
+                            label=name)
                 ax.plot(x, y.T, mark, color=color, markersize=2.5, alpha=0.4)  # every seed
             else:
-                ax.plot(x, mean, color=color, label=name)
-                ax.fill_between(x, mean - std, mean + std, color=color, alpha=0.2, linewidth=0)
+                ax.plot(x, middle, color=color, label=name)
+                ax.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
         for level in p.get("marks", ()):
             ax.axhline(level, color="grey", linewidth=0.8, linestyle=":")
         ax.legend(fontsize=7, framealpha=0.6)
         ax.title.set_fontsize(9)
         ax.grid(alpha=0.2)
     if (seeds := max(len(y) for p in panels for _, y in p["lines"].values())) > 1:
-        figure.supxlabel(f"mean ± one standard deviation over {seeds} seeds", fontsize=7)
+        figure.supxlabel(f"{seeds} seeds: mean ± one standard deviation; on a logarithmic axis median and range",
+                         fontsize=7)
     figure.savefig(path)
     return True
 

@@ -313,7 +313,8 @@ RUNS = {
     "fig12": (5, outcome, {("1 layer, convolution", 0): MAMBA_1, ("1 layer, none", 0): NO_CONV,
                            ("2 layers, none", 0): NO_CONV + " --layers 2"}),
     "fig13": (5, switching, {("optimum", 0): "exact --switch 0.01", ("Mamba", 0): SWITCH}),
-    "table2": (5, hold_out, {("Mamba", 0): MAMBA_1 + " --prior 0 0.5 --length 300"}),
+    "table2": (5, hold_out, {(line, 0): flags + " --prior 0 0.5 --length 300" for line, flags in
+                             (("Mamba", MAMBA_1), ("no LayerNorm", MAMBA_1 + " --no-norm"), ("MambaZero", ZERO_1))}),
     "table3": (5, outcome, {("Mamba", d): WIDE.format(d, lr) for d, lr in ((10, 2e-2), (100, 5e-3), (1000, 1e-3))}),
     "orders": (3, outcome, grid({"MambaZero": ZERO + SHORT, "MambaZero with ReLU": ZERO + SHORT + " --act relu"},
                                 (2, 3, 4))),

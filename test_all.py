@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -1415,6 +1416,23 @@ def test_readme_training_commands(command):
         run(*command[1:], *(["--steps", "12"] if "--resume" in command else []))
     else:
         run(*command[1:], "--steps", "2", "--batch", "2", "--length", "16", "--eval-every", "1")
+
+
+@pytest.mark.parametrize("command", [c for c in readme_commands() if c[0] == "figures.py"], ids=" ".join)
+def test_readme_figure_commands(command, capsys):
+    shutil.copytree(HERE / "results", "results")
+    if "--run" in command:  # what is committed is up to date: nothing is left to launch, so this measures and draws
+        assert all(figures.up_to_date(name, figures.make_parser().parse_args(command[1:])) for name in command[1:-1])
+    figures.main(command[1:])
+    out = capsys.readouterr().out
+    assert all(name in out for name in command[1:] if not name.startswith("--"))
+
+
+def test_readme_other_commands_are_ones_that_exist():
+    for script, *words in readme_commands():
+        assert (HERE / script).exists() or script == "-m", script
+        if script == "bench.py":
+            assert not set(words) - {"scan", "train", "data", "decode", "memory"}
 
 
 @pytest.mark.parametrize("script", ["markov.py", "laplace.py", "ssm.py", "mambazero.py", "transformer.py"])

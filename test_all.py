@@ -1617,8 +1617,8 @@ def test_every_figure_draws_what_it_prints(monkeypatch, capsys, tmp_path):
 def test_runs_are_shared_resumed_and_not_repeated(monkeypatch, capsys, tmp_path):
     argv = ["fig5a", "dynamics", "--results", str(tmp_path / "r"), "--seeds", "1",
             "--flags", "--steps 4 --batch 2 --length 16 --eval-every 2"]
-    folder = figures.run_folder(figures.ZERO_1 + " " + argv[-1], 0)
-    run(*figures.ZERO_1.split(), *argv[-1].split(), "--steps", 2, "--out", folder)
+    folder = figures.run_folder(figures.KEPT + " " + argv[-1], 0)
+    run(*figures.KEPT.split(), *argv[-1].split(), "--steps", 2, "--out", folder)
     config = json.loads((folder / "config.json").read_text())
     config["args"]["steps"] = 4  # as if interrupted half way
     (folder / "config.json").write_text(json.dumps(config))

@@ -266,7 +266,8 @@ def _init_weights(model):
     if cfg.predict == "softmax" and not cfg.inputs:
         # Embeddings start with sum 0. What all tokens have in common works as a bias in front of every ReLU, and with
         # the convolution's bias it sinks early on until most channels are dead: after 200 steps b_n and c_n were both
-        # alive in 6 of 32 channels, with the sum 0 and slow biases (train.py: make_optimizer) in 20 (order 2, seed 2).
+        # alive in 6 of 32 channels, with the sum 0 and slow biases (train.py: make_optimizer) in 20 (order 2, seed 2,
+        # T = 64).
         model.embed.weight.sub_(model.embed.weight.mean(0))
     if cfg.predict == "l1":
         # Everything positive: then all scores start on one side of the kink of |l|. Squares of normals spread wide, so

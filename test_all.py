@@ -252,7 +252,8 @@ def test_expected_bayes_and_oracle_losses(S, k, beta, expected):
     x = sample_chain(P, len(expected), g)
     bayes, oracle = bayes_loss(x, S, k, beta).double(), oracle_loss(x, P).double()
     assert (bayes.mean(0) - torch.tensor(expected[1:])).abs().max() < 0.01
-    assert bayes[:, : k - 1].sub(math.log(S)).abs().sum() < 1e-4 and oracle[:, : k - 1].sub(math.log(S)).abs().sum() < 1e-4
+    assert bayes[:, : k - 1].sub(math.log(S)).abs().sum() < 1e-4
+    assert oracle[:, : k - 1].sub(math.log(S)).abs().sum() < 1e-4
     at_k = torch.digamma(torch.tensor(S * beta + 1)) - torch.digamma(torch.tensor(beta + 1))
     assert abs(oracle[:, k - 1].mean() - at_k) < 0.01
     assert (bayes.mean(0) - oracle.mean(0) > -0.005).all()
@@ -639,7 +640,8 @@ def test_every_switch_trains_and_owns_its_parameters(fields):
     assert any("conv" in n for n in names) == (fields["conv"] != "none")
     rows = 16 + 4 + 4 + 1 + 16 * fields["gate"]
     assert model.blocks[0].in_proj.weight.shape == (rows, 8)
-    assert not hasattr(Mamba(MambaConfig(decay=False)).blocks[0], "a_log") and not len(Mamba(MambaConfig(mlp=False)).mlps)
+    assert not hasattr(Mamba(MambaConfig(decay=False)).blocks[0], "a_log")
+    assert not len(Mamba(MambaConfig(mlp=False)).mlps)
 
 
 def test_parameter_shapes_of_the_paper():
@@ -721,7 +723,9 @@ def test_generate_and_internals_leave_the_model_alone():
     model.internals(x)
     assert torch.equal(before, model(x))
     out = model.generate(x, 6, generator=generator())
-    assert out.shape == (2, 15) and torch.equal(out[:, :9], x) and torch.equal(out, model.generate(x, 6, generator=generator()))
+    assert out.shape == (2, 15)
+    assert torch.equal(out[:, :9], x)
+    assert torch.equal(out, model.generate(x, 6, generator=generator()))
     greedy = model.generate(x, 3, temperature=0)
     assert torch.equal(greedy[:, 9], before[:, -1].argmax(-1))
 
@@ -1018,7 +1022,8 @@ def test_transformer_tied_head_is_one_tensor():
         assert model.head.weight.data_ptr() == model.embed.weight.data_ptr()
     state = {n: p + 1 for n, p in model.state_dict().items()}
     model.load_state_dict(state)
-    assert model.head.weight.data_ptr() == model.embed.weight.data_ptr() and torch.equal(model.embed.weight, state["head.weight"])
+    assert model.head.weight.data_ptr() == model.embed.weight.data_ptr()
+    assert torch.equal(model.embed.weight, state["head.weight"])
     optimizer = train.make_optimizer(model, types.SimpleNamespace(weight_decay=0.1, lr=1e-3))
     listed = [p.data_ptr() for group in optimizer.param_groups for p in group["params"]]
     assert len(listed) == len(set(listed)) and listed.count(model.embed.weight.data_ptr()) == 1
@@ -1777,7 +1782,8 @@ def test_one_text_is_split_nine_to_one_between_lines():
     assert len(flat("train")[0]) == 63 and len(flat("validation")[0]) == 8  # no line end near
     counts = corpus(PROSE * 50, tokenizer="words", vocab=300)["splits"]["train"]
     ids, tokenizer = flat("train")
-    assert tokenizer.decode(ids).encode() == Path("text.txt").read_bytes()[: counts["bytes"]] and len(ids) == counts["tokens"]
+    assert tokenizer.decode(ids).encode() == Path("text.txt").read_bytes()[: counts["bytes"]]
+    assert len(ids) == counts["tokens"]
 
 
 LAYOUTS = {"wikitext-103-raw/wiki.{}.raw": "raw", "wikitext-103/wiki.{}.tokens": "tokens", "wiki.{}.raw": "raw"}

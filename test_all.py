@@ -1478,7 +1478,8 @@ def test_mamba_learns_every_order(order, monkeypatch):
 def finished(model, flags=""):
     """A run as figures.py hands it to its measurements."""
     args = figures.parse(flags)
-    log = [dict(step=step, gap=0.1, bayes=0.5, ms_per_step=1.0) for step in (0, 5, 10)]
+    log = [dict(step=step, gap=0.1, bayes=0.5, ms_per_step=1.0) | dict.fromkeys(
+        ("token_perplexity", "word_perplexity", "bits_per_byte"), 3.0) for step in (0, 5, 10)]
     return types.SimpleNamespace(model=model, args=args, log=log, folder="")
 
 
@@ -1580,16 +1581,25 @@ def test_measurements_of_single_index_targets(monkeypatch):
 
 
 def test_every_figure_names_runs_that_train_accepts():
-    paper = "fig1a fig1b fig3a fig3b fig4 fig5a fig5b fig6 fig7 fig8 fig9 fig10 fig11 fig12 fig13 table2 table3"
-    ours = "orders dynamics length theorem2 prior context drift descent gamma kernels ladder"
-    assert set(paper.split()) | set(ours.split()) == set(figures.FIGURES)
+    paper = "fig1a fig1b fig3a fig3b fig4 fig5a fig5b fig6 fig7 fig8 fig9 fig10 fig11 fig12 fig13"
+    tables = "table1 table2 table3 table4"
+    ours = "rates orders dynamics length theorem2 prior context drift descent gamma kernels ladder"
+    assert {*paper.split(), *tables.split(), *ours.split()} == set(figures.FIGURES)
     markov = dict(vocab=2, window=2, d=16, state=16, block=512)
     for flags in {flags for _, _, runs in figures.RUNS.values() for flags in runs.values()}:
         args = figures.parse(flags)
         train.check(args)
         if flags.startswith("--"):
-            fields = markov if args.data == "markov" else dict(vocab=1, inputs=args.dim + 1)
+            fields = markov if args.data in ("markov", "wikitext") else dict(vocab=1, inputs=args.dim + 1)
             train.make_model(args, types.SimpleNamespace(fields=fields))
+
+
+def test_tables_of_language_models_compare_seed_by_seed():
+    row = lambda line, x, *values: dict(line=line, x=x, values=[dict(token_perplexity=v) for v in values])
+    more = figures.table1([row("Mamba", 0, 30.0, 44.0), row("Mamba", 1, 25.0, 40.0)])[1]["lines"]
+    assert more["Mamba"][1][:, 0] == pytest.approx([20, 10]) and more["Mamba"][0] == [1]
+    more = figures.table4([row("Mamba", 0, 25.0, 40.0), row("no SiLU", 1, 20.0, 44.0)])[1]["lines"]
+    assert more["no SiLU"][1][:, 0] == pytest.approx([-20, 10]) and not more["Mamba"][1].any()
 
 
 def test_every_figure_draws_what_it_prints(monkeypatch, capsys, tmp_path):
@@ -1597,7 +1607,7 @@ def test_every_figure_draws_what_it_prints(monkeypatch, capsys, tmp_path):
 
     def finished_run(flags, seed):
         run_ = finished(None, f"{flags} --seed {seed}")
-        if run_.args.data == "markov":
+        if run_.args.data in ("markov", "wikitext"):
             run_.model = mambazero.laplace_any_order(2, run_.args.order, 1.0) if "exact --order" in flags else \
                 models[run_.args.states + (run_.args.switch > 0)]
         else:

@@ -7,6 +7,7 @@ The claims of this project, in reading order: each test fails under a plausible 
 
 import ast
 import http.server
+import importlib
 import io
 import itertools
 import json
@@ -1401,46 +1402,109 @@ def test_no_float64_on_the_default_path(monkeypatch):
     assert not created, created
 
 
-def readme_commands():
-    blocks = (HERE / "README.md").read_text(encoding="utf-8").split("```bash\n")[1:]
-    for text in "\n".join(block.split("```")[0] for block in blocks).splitlines():
-        words = text.split("#")[0].split()
-        if words[:1] == ["python"]:
-            yield words[1:]
+README = (HERE / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, re.S | re.M)  # without a language: output, or a GPU is needed
 
 
-@pytest.mark.parametrize("command", [c for c in readme_commands() if c[0] == "train.py"], ids=" ".join)
-def test_readme_training_commands(command):
+def readme_commands(script):
+    """The words of every command of the README for this script, in a bash block or between backticks, each once."""
+    commands = [line for language, text in BLOCKS if language == "bash" for line in text.splitlines()]
+    commands += re.findall(r"`(python [^`]+)`", re.sub(r"```.*?```", "", README, flags=re.S))
+    words = dict.fromkeys(tuple(command.split("#")[0].split()) for command in commands)
+    return [list(w[2:]) for w in words if w[:2] == ("python", script)]
+
+
+@pytest.mark.parametrize("command", readme_commands("train.py"), ids=" ".join)
+def test_readme_training_commands(command, tmp_path):
     if "wikitext" in command:
         corpus()
     if "--help" in command:
         with pytest.raises(SystemExit, match="0"):
-            run(*command[1:])
+            run(*command)
+    elif "cuda" in command:
+        train.make_parser().parse_args(command)
     elif "--resume" in command or "--eval" in command:
         run(*TINY, "--out", command[command.index("--out") + 1])
-        run(*command[1:], *(["--steps", "12"] if "--resume" in command else []))
+        run(*command, *(["--steps", "12"] if "--resume" in command else []))
     else:
-        run(*command[1:], "--steps", "2", "--batch", "2", "--length", "16", "--eval-every", "1")
+        run(*command, "--steps", "2", "--batch", "2", "--length", "16", "--eval-every", "1")
 
 
-@pytest.mark.parametrize("command", [c for c in readme_commands() if c[0] == "figures.py"], ids=" ".join)
+@pytest.mark.parametrize("command", readme_commands("figures.py"), ids=" ".join)
 def test_readme_figure_commands(command, capsys):
     shutil.copytree(HERE / "results", "results")
     if "--run" in command:  # what is committed is up to date: nothing is left to launch, so this measures and draws
-        assert all(figures.up_to_date(name, figures.make_parser().parse_args(command[1:])) for name in command[1:-1])
-    figures.main(command[1:])
+        assert all(figures.up_to_date(name, figures.make_parser().parse_args(command)) for name in command[:-1])
+    names = ["fig1a" if word == "ID" else word for word in command]
+    figures.main(names)
     out = capsys.readouterr().out
-    assert all(name in out for name in command[1:] if not name.startswith("--"))
+    assert all(name in out for name in names if not name.startswith("--"))
 
 
-def test_readme_other_commands_are_ones_that_exist():
-    for script, *words in readme_commands():
-        assert (HERE / script).exists() or script == "-m", script
-        if script == "bench.py":
-            assert not set(words) - {"scan", "train", "data", "decode", "memory"}
+def test_readme_commands_for_a_gpu_name_flags_that_exist():
+    text = "\n".join(text for language, text in BLOCKS if not language)
+    more = re.search(r'^L="(.*)"$', text, re.M)[1]
+    full = [command.replace("$L", more) for command in re.findall(r"(train\.py .*?)(?:  +#.*)?$", text, re.M)]
+    assert len(full) >= 5
+    for command in full:
+        train.check(train.make_parser().parse_args(command.replace("--device cuda", "").split()[1:]))
 
 
-@pytest.mark.parametrize("script", ["markov.py", "laplace.py", "ssm.py", "mambazero.py", "transformer.py"])
+def test_readme_other_commands(monkeypatch, capsys, tmp_path):
+    Path("text.txt").write_text(PROSE * 40)
+    monkeypatch.setattr(wikitext, "fetch", lambda folder: Path("text.txt"))
+    [command] = readme_commands("wikitext.py")
+    wikitext.main(command)
+    assert "next: python train.py --data wikitext" in capsys.readouterr().out
+    assert readme_commands("bench.py") == [[]]
+    tests = Path(__file__).read_text(encoding="utf-8")
+    for _, file, *flags in readme_commands("-m") or pytest.fail("no test command"):
+        assert file == "test_all.py" and set(flags[::2]) <= {"-m", "-k"}
+        assert all(re.search(rf"(def test_\w*|mark\.){name}", tests) for name in flags[1::2])
+    demos = [script for script in readme_scripts() if readme_commands(script) == [[]]]
+    assert set(demos) == {"markov.py", "laplace.py", "ssm.py", "mambazero.py", "transformer.py", "regression.py",
+                          "single_index.py", "bench.py", "wikitext.py"}
+
+
+def readme_scripts():
+    """The files of the README's reading order, and how many lines it gives them."""
+    return {name: int(lines.replace(",", "")) for name, lines in
+            re.findall(r"^\| \[(\w+\.py)\].*?\| ([\d,]+) lines", README, re.M)}
+
+
+def test_readme_reading_order_has_every_file_and_its_length():
+    assert set(readme_scripts()) == {file.name for file in HERE.glob("*.py")}
+    for name, lines in readme_scripts().items():
+        assert lines == pytest.approx(len((HERE / name).read_text(encoding="utf-8").splitlines()), rel=0.06), name
+
+
+def readme_places():
+    """(what a row of the README's last two maps says, file, names in it)."""
+    for row in re.findall(r"^\| (.*`\w+\.py: .*) \|$", README, re.M):
+        about, places = row.split(" | ", 1)
+        for file, names in re.findall(r"`(\w+\.py): ([\w, ]+)`", places):
+            yield about, file, names.split(", ")
+
+
+def test_readme_maps_name_what_exists():
+    assert len(list(readme_places())) >= 24
+    for about, file, names in readme_places():
+        module = importlib.import_module(file[:-3])
+        assert all(hasattr(module, name) for name in names), (file, names)
+
+
+def test_readme_equations_stand_where_the_map_says():
+    table = README.split("## From equations to code")[1].split("##")[0]
+    rows = [(names.split(", "), file) for about, file, _ in readme_places() for names in [about] if f"| {about} |" in table]
+    assert len(rows) >= 14
+    for names, file in rows:
+        code = (HERE / file).read_text(encoding="utf-8")
+        for name in names:
+            assert re.search(rf"(#|\"\"\").*\b{name}\b", code, re.I), (name, file)
+
+
+@pytest.mark.parametrize("script", ["markov.py", "laplace.py", "ssm.py", "mambazero.py", "transformer.py",
+                                    "regression.py", "single_index.py"])
 def test_demos_run_quickly_and_end_well(script):
     done = subprocess.run([sys.executable, str(HERE / script)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stderr == "" and len(done.stdout.splitlines()) >= 8
@@ -2530,8 +2594,3 @@ def test_regression_functions_reject_what_cannot_be_meant():
         with pytest.raises(ValueError) as error:
             call()
         assert "\n" not in str(error.value) and "got" in str(error.value)
-
-
-@pytest.mark.parametrize("script", ["regression.py", "single_index.py"])
-def test_regression_demos_run_quickly_and_end_well(script):
-    test_demos_run_quickly_and_end_well(script)

@@ -290,8 +290,8 @@ LINEAR, INDEX = "--data linear", "--data single-index"
 DESCENT = f"untrained {LINEAR} --state 80 --steps 1000 --dim {{}} --length {{}} --lr {{}}"
 STEP = f"untrained {INDEX} --batch 500 --accumulate {{}}"
 LONGER = f"{INDEX} --support 8 --steps 5000"
-# Language models of about a million parameters on the text of WikiText's validation split, tested on its test split: 200
-# steps are 1.9 passes. RATES are the best of `rates`, on a tenth of the training text.
+# Language models of about a million parameters on the text of WikiText's validation split, tested on its test split:
+# 200 steps are 1.9 passes. RATES are the best of `rates`, on a tenth of the training text.
 TEXT = "--data wikitext --corpus corpus-{} --d 96 --batch 8 --steps 200 --eval-every {}"
 ABLATIONS = {"Mamba": "", "no convolution": " --no-conv", "no factor a_t": " --no-decay", "no SiLU": " --act none",
              "transformer": " --model wikitext-transformer",
@@ -338,8 +338,8 @@ RUNS = {
     "theorem2": (1, quantised, {(f"k = {k}", 0): f"exact --order {k}" for k in range(1, 7)}),
     "prior": (5, other_prior, {("Mamba", 0): MAMBA_1, ("MambaZero", 0): ZERO_1}),
     "table1": (3, perplexity, {(name, x): LANGUAGE[line] for line, name, x in
-                               (("no convolution", "Mamba", 0), ("Mamba", "Mamba", 1), ("transformer", "transformer", 0),
-                                ("transformer, convolution", "transformer", 1))}),
+                               (("no convolution", "Mamba", 0), ("Mamba", "Mamba", 1),
+                                ("transformer", "transformer", 0), ("transformer, convolution", "transformer", 1))}),
     "table4": (3, perplexity, {(line, x): flags for x, (line, flags) in enumerate(LANGUAGE.items()) if x < 4}),
     "rates": (1, perplexity, {(line, lr): TEXT.format("tune", 50) + f" --lr {lr}" + flags
                               for line, flags in ABLATIONS.items() for lr in (2e-3, 4e-3, 8e-3)}),

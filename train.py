@@ -533,8 +533,9 @@ def parse(argv):
         args = parser.parse_args(argv)
         check(args)
         fixed = {"model", "data", *model_fields()} if args.eval else vars(args).keys() - FREE
+        was = vars(make_parser().parse_args([])) | config["model"] | saved  # a flag newer than the run had its default
         for name in sorted(fixed & vars(args).keys()):
-            value = saved.get(name, config["model"].get(name))
+            value = was.get(name)
             if value != getattr(args, name):
                 raise ValueError(f"--{name.replace('_', '-')} is {value} in {args.out} and cannot change in a run "
                                  f"that is {'resumed' if args.resume else 'evaluated'}")

@@ -744,14 +744,14 @@ def draw(panels, path):
         ax.set(title=p["title"], xlabel=p["xlabel"], ylabel=p["ylabel"])
         for axis in p.get("log", ""):
             getattr(ax, f"set_{axis}scale")("log", nonpositive="clip")
+        if p.get("points") and "x" not in p.get("log", ""):
+            ax.set_xticks(np.unique(np.concatenate([x for x, _ in p["lines"].values()])))
         for (name, (x, y)), color, mark in zip(p["lines"].items(), COLORS * 2, "osD^vPX" * 2):
             if "y" in p.get("log", ""):  # where a spread around the mean would reach below 0
                 middle, low, high = np.median(y, 0), y.min(0), y.max(0)
             else:
                 middle, std = y.mean(0), y.std(0, ddof=1) if len(y) > 1 else 0 * y[0]
                 low, high = middle - std, middle + std
-            if p.get("points") and "x" not in p.get("log", ""):
-                ax.set_xticks(x)
             if name.startswith(REFERENCES):
                 ax.plot(x, middle, "k--", linewidth=1, zorder=9, label=name)
             elif p.get("points"):

@@ -21,7 +21,7 @@ Glossary:
 results/ID.json has flags, seeds and numbers, results/ID.png the picture; the runs are folders in out/figures.
 
 Run me:     python figures.py fig1b        (from results/fig1b.json; --run makes what is missing, --list tells the cost)
-Change me:  a new figure is a line of RUNS and a function of that name, with its claim as docstring, in FIGURES.
+Change me:  a new figure is a line of RUNS and a function of that name, with its claim as docstring.
 """
 
 import argparse
@@ -744,8 +744,10 @@ def draw(panels, path):
         ax.set(title=p["title"], xlabel=p["xlabel"], ylabel=p["ylabel"])
         for axis in p.get("log", ""):
             getattr(ax, f"set_{axis}scale")("log", nonpositive="clip")
-        if p.get("points") and "x" not in p.get("log", ""):
-            ax.set_xticks(np.unique(np.concatenate([x for x, _ in p["lines"].values()])))
+        ticks = np.unique(np.concatenate([x for x, _ in p["lines"].values()]))
+        if p.get("points") and len(ticks) <= 8:
+            ax.set_xticks(ticks, [f"{x:g}" for x in ticks])
+            ax.set_xticks([], minor=True)
         for (name, (x, y)), color, mark in zip(p["lines"].items(), COLORS * 2, "osD^vPX" * 2):
             if "y" in p.get("log", ""):  # where a spread around the mean would reach below 0
                 middle, low, high = np.median(y, 0), y.min(0), y.max(0)

@@ -17,7 +17,7 @@ Glossary (code: paper, Section 3):
     p_switch              probability of the switch symbol S: counts start afresh at every switch
 
 Run me:     python laplace.py
-Change me:  another prior has another posterior: change the last lines of `add_beta_loop`, then `add_beta`.
+Change me:  another prior (markov.py) has another posterior: the last lines of `add_beta_loop`, then of `add_beta`.
 """
 
 import math

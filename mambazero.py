@@ -20,7 +20,8 @@ Glossary (code: paper, Sections 2 and 3):
     conv weight (channels, w): the last column multiplies the current token, the first the one w-1 steps back
 
 Run me:     python mambazero.py   (the exact models against add-beta)
-Change me:  a new ablation is one field of MambaConfig and one visible `if` in MambaBlock.forward.
+Change me:  a new ablation is one field of MambaConfig and one visible `if` in MambaBlock.forward (its parameters, if it
+            has any: in MambaBlock.__init__, where they start: in _init_weights).
 """
 
 import math

@@ -71,10 +71,10 @@ def context_counts(x, S, k):
     Sorting positions by context (stably, so that time order stays) makes each context's history a contiguous run;
     inside a run the counts are a cumulative sum of one-hot successors.
     """
-    B, T = x.shape
     c = context_index(x, S, k)  # (B, T)
+    B, T = x.shape
     segment = (x >= S).long().cumsum(1)  # (B, T) switches so far: the same context in another segment is another one
-    switches = int(segment.max()) if T else 0
+    switches = int(segment.max()) if x.numel() else 0
     if (switches + 1) * S**k >= 2**62:
         raise ValueError(f"S**k = {S}**{k} contexts in each of {switches + 1} segments do not fit a 64-bit index")
     key = (segment * S**k + c).masked_fill(c < 0, -1)
@@ -105,6 +105,8 @@ def oracle_loss(x, P):
     S, k = P.shape[-1], order_of(P)
     if len(P) != len(x):
         raise ValueError(f"need one kernel for each sequence, got {len(P)} for {len(x)}")
+    if x.numel() and int(x.max()) >= S:
+        raise ValueError(f"tokens must be below {S}, got {int(x.max())}: switches have no row in a kernel")
     c = context_index(x[:, :-1], S, k)  # (B, T-1)
     row = P.gather(1, c.clamp(min=0)[..., None].expand(-1, -1, S))  # (B, T-1, S)
     loss = -row.gather(-1, x[:, 1:, None].long()).squeeze(-1).log()

@@ -193,6 +193,7 @@ def predict_ridge(tokens, ridge=0.0, drift=None):
     N = x.shape[1]
     if not N:
         return predict_zero(tokens)
+    drift = None if drift == 1 else drift  # w stands still: K would be singular without noise
     if drift is not None and len(x) > 32:  # N^2 numbers a prompt
         return torch.cat([predict_ridge(part, ridge, drift) for part in tokens.split(32)])
     if drift is not None:

@@ -316,7 +316,8 @@ def load_checkpoint(out, name="model.pt"):
         Model, Config, _ = find_model(argparse.Namespace(**config["args"]))
         model = Model(Config(**config["model"]))
         model.load_state_dict(checkpoint["model"])
-        assert isinstance(checkpoint["step"], int) and {"steps", "eval_every"} <= config["args"].keys()
+        assert isinstance(checkpoint["step"], int) and {"optimizer", "scaler"} <= checkpoint.keys()
+        assert {"steps", "eval_every"} <= config["args"].keys()
         return model, checkpoint, config
     except FileNotFoundError as error:
         raise ValueError(f"{out} holds no run: {Path(error.filename).name} is missing") from None
@@ -529,6 +530,12 @@ def parse(argv):
         if args.out is None:
             raise ValueError("--resume and --eval need --out, the folder of the run")
         model, checkpoint, config = load_checkpoint(args.out)
+        kind = lambda value: [*map(type, value)] if isinstance(value, list) else type(value)
+        for name in vars(args).keys() - model_fields().keys():
+            default = parser.get_default(name)
+            value = config["args"].get(name, default)
+            if kind(value) not in ([float, str, type(None)] if default is None else [kind(default)]):
+                raise ValueError(f"{args.out / 'config.json'} is damaged: {name} is {value!r}")
         saved = {k: v for k, v in config["args"].items() if k not in FREE}
         parser.set_defaults(**saved | {k: config["args"][k] for k in ("steps", "eval_every")})
         args = parser.parse_args(argv)

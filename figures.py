@@ -657,7 +657,7 @@ def finished_run(flags, seed):
         if log[-1]["step"] < args.steps:
             return None
         return SimpleNamespace(model=train.load_model(folder), args=args, folder=folder, log=log)
-    except (OSError, ValueError, IndexError):
+    except (OSError, ValueError, IndexError, KeyError, TypeError):  # not there yet, or damaged
         return None
 
 
@@ -794,9 +794,10 @@ def make_parser():
 
 
 def read(name, a):
-    """results/ID.json, or None if there is none that holds rows."""
+    """The rows of results/ID.json, or None if there are none or they are damaged."""
     try:
-        return json.loads((a.results / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+        rows = json.loads((a.results / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+        return rows if rows and all(row["values"] and row["minutes"] >= 0 for row in rows) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -808,8 +809,8 @@ def main(argv=None):
     for name in a.id:
         if name not in FIGURES:
             parser.error(f"there is no {name}; choose from {', '.join(FIGURES)}")
-    if a.jobs < 1 or a.seeds is not None and a.seeds < 1:
-        parser.error("--jobs and --seeds must be at least 1")
+    if a.jobs < 1 or a.seeds is not None and not 1 <= a.seeds <= 1000:
+        parser.error("--jobs must be at least 1, and --seeds between 1 and 1000")
     if a.flags and a.results == parser.get_default("results"):
         parser.error("--flags is for trying things: it needs another folder for --results")
     names = a.id or list(FIGURES)

@@ -206,6 +206,7 @@ class WikitextData:
             splits = self.table["splits"]
             for split, n in splits.items():
                 size = (self.folder / f"{split}.bin").stat().st_size
+                assert n.keys() == {"tokens", "words", "bytes"} and {*map(type, n.values())} == {int}
                 assert size == n["tokens"] * np.dtype(self.table["dtype"]).itemsize
         except (FileNotFoundError, AssertionError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             what = "no corpus" if isinstance(error, FileNotFoundError) else "a damaged corpus"
@@ -267,7 +268,8 @@ def main(argv=None):
     p.add_argument("--vocab", type=int, default=32_768, help="number of words, 3 to 2^20")
     p.add_argument("--out", type=Path, default="corpus", help="the corpus folder")
     args = p.parse_args(argv)
-    given, made = {s: getattr(args, s) for s in SPLITS.values() if getattr(args, s)}, not args.out.exists()
+    given = {s: getattr(args, s) for s in SPLITS.values() if getattr(args, s)}
+    made = [folder for folder in (args.out, *args.out.parents) if not os.path.exists(folder)]
     try:
         if not 3 <= args.vocab <= 2**20:
             raise ValueError(f"--vocab must be between 3 and {2**20}, got {args.vocab}")
@@ -281,8 +283,9 @@ def main(argv=None):
     except KeyboardInterrupt:
         p.exit(130, "\ninterrupted\n")
     finally:
-        if made and args.out.is_dir() and not any(args.out.iterdir()):
-            args.out.rmdir()
+        for folder in made:
+            if os.path.isdir(folder) and not os.listdir(folder):
+                os.rmdir(folder)
     for split, count in table["splits"].items():
         print("{:11s} {tokens:12,} tokens {words:12,} words {bytes:12,} bytes".format(split, **count))
     print(f"{args.out}: {args.tokenizer}, {table['vocab']:,} symbols; next: python train.py --data wikitext "

@@ -23,7 +23,6 @@ import json
 import multiprocessing
 import platform
 import statistics
-import sys
 import time
 from datetime import date
 from pathlib import Path
@@ -287,27 +286,31 @@ def bench_memory(device, peers):
 def main(argv=None):
     """Run the sections named (all if none) and write results/bench_DEVICE.json."""
     sections = dict(scan=bench_scan, train=bench_train, data=bench_data, decode=bench_decode, memory=bench_memory)
-    parser = argparse.ArgumentParser(description=__doc__.strip().splitlines()[0])
+    parser = train.Parser(prog="bench.py", description=__doc__.strip().splitlines()[0], allow_abbrev=False)
     parser.add_argument("sections", nargs="*", metavar="section", help=f"of {', '.join(sections)}; default all")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads; 1: ratios hold on a shared machine")
     parser.add_argument("--peers", action="store_true", help="also flash-linear-attention and mamba_ssm")
     parser.add_argument("--out", type=Path, default=None, help="JSON file (default results/bench_DEVICE.json)")
     args = parser.parse_args(argv)
-    unknown = set(args.sections) - set(sections)
-    if unknown or args.threads < 1 or (args.device == "cuda" and not torch.cuda.is_available()):
-        wrong = (f"no section {', '.join(unknown)}; there are {', '.join(sections)}" if unknown else
-                 "--threads must be at least 1" if args.threads < 1 else "--device cuda needs a CUDA device")
-        print(f"bench.py: error: {wrong}", file=sys.stderr)
-        raise SystemExit(2)
+    if unknown := set(args.sections) - set(sections):
+        parser.error(f"no section {', '.join(unknown)}; there are {', '.join(sections)}")
+    if not 1 <= args.threads <= 1024:
+        parser.error(f"--threads must be between 1 and 1024, got {args.threads}")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda needs a CUDA device")
+    out = args.out or Path(__file__).parent / "results" / f"bench_{args.device}.json"
+    try:  # rather now than after minutes of measuring
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.open("a").close()
+    except OSError as error:
+        parser.error(str(error))
     torch.set_num_threads(args.threads)
     train.keep_freed_memory()  # for all forms alike
     machine = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or platform.machine()
     print(f"{machine}, {args.threads} threads, torch {torch.__version__}, {date.today()}")
     for name in args.sections or sections:
         sections[name](args.device, args.peers)
-    out = args.out or Path(__file__).parent / "results" / f"bench_{args.device}.json"
-    out.parent.mkdir(exist_ok=True)
     table = dict(machine=machine, threads=args.threads, torch=torch.__version__, date=str(date.today()), rows=ROWS)
     out.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     print(f"written to {out}")

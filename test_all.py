@@ -2629,3 +2629,80 @@ def test_regression_functions_reject_what_cannot_be_meant():
         with pytest.raises(ValueError) as error:
             call()
         assert "\n" not in str(error.value) and "got" in str(error.value)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Input that random attacks found
+
+
+def test_counting_takes_no_flat_sequence_no_switch_and_any_empty_batch():
+    with pytest.raises(ValueError, match=r"\(B, T\)"):
+        add_beta(torch.tensor([0, 1, 1]), 2, 1)
+    with pytest.raises(ValueError, match="below 2, got 2"):
+        oracle_loss(torch.tensor([[0, 2, 1]]), torch.full((1, 2, 2), 0.5))
+    assert add_beta(torch.zeros(0, 5, dtype=torch.long), 2, 1).shape == (0, 5, 2)
+
+
+def test_a_target_that_drifts_with_rho_1_stands_still():
+    tokens, target = linear_prompts(8, 9, 4, drift=1.0, generator=generator())  # N > d: its kernel matrix is singular
+    guess = regression.predict_ridge(tokens, 0.0, 1.0)
+    assert torch.equal(guess, regression.predict_ridge(tokens)) and (guess - target).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("change", [("order", 1.5), ("order", "1"), ("seed", [0]), ("beta", None), ("prior", [0.0]),
+                                    ("prior", ["0", "1"]), ("lr", {}), ("warmup", "x"), ("keep", 0), ("steps", 1e3)])
+def test_other_types_in_config_json_are_one_line(change):
+    run(*TINY, "--steps", "0", "--out", "a")
+    config = json.loads(Path("a/config.json").read_text())
+    config["args"][change[0]] = change[1]
+    Path("a/config.json").write_text(json.dumps(config))
+    for how in ("--eval", "--resume"):
+        assert change[0] in fails(train.main, how, "--out", "a", "--batch", "4")
+
+
+def test_a_checkpoint_without_its_optimizer_is_damaged():
+    run(*TINY, "--steps", "0", "--out", "a")
+    checkpoint = torch.load("a/model.pt", weights_only=True)
+    torch.save({key: checkpoint[key] for key in ("model", "step")}, "a/model.pt")
+    assert "damaged" in fails(train.main, "--resume", "--out", "a", "--steps", "3")
+
+
+@pytest.mark.parametrize("last", ["null", '{"step": "x"}', '{"gap": 1}'])
+def test_figures_launch_a_run_with_a_damaged_log_again(last, monkeypatch):
+    run(*TINY, "--steps", "0", "--out", "a")
+    monkeypatch.setattr(figures, "run_folder", lambda flags, seed: Path("a"))
+    assert figures.finished_run("--steps 0", 0)
+    Path("a/log.jsonl").write_text(last)
+    assert figures.finished_run("--steps 0", 0) is None
+
+
+@pytest.mark.parametrize("rows", [[], 3, "rows", [3], [{}], [dict(values=[{}])], [dict(values=[{}], minutes="x")]])
+def test_figures_call_damaged_results_damaged(rows, capsys):
+    Path("fig1b.json").write_text(json.dumps(dict(rows=rows)))
+    assert "damaged" in fails(figures.main, "fig1b", "--results", ".")
+    figures.main(["fig1b", "--results", ".", "--list"])
+    assert "not run yet" in capsys.readouterr().out
+    assert "between 1 and 1000" in fails(figures.main, "--seeds", 10**12, "--list")  # a list of them fills the memory
+
+
+def test_a_corpus_with_damaged_counts_is_one_line():
+    Path("text.txt").write_text("words and more " * 20)
+    wikitext.main(["--source", "text.txt"])
+    table = json.loads(Path("corpus/corpus.json").read_text())
+    for counts in (dict(tokens=30, words=6), dict(tokens=30, words="6", bytes=30)):
+        table["splits"]["validation"] = counts
+        Path("corpus/corpus.json").write_text(json.dumps(table))
+        assert "damaged" in fails(train.main, "--data", "wikitext", "--length", 4)
+
+
+def test_bad_text_leaves_no_parent_folder_and_no_path_is_too_long():
+    Path("empty").touch()
+    for out in ("x/y", "x" * 300):
+        fails(wikitext.main, "--train", "empty", "--test", "empty", "--out", out)
+
+
+@pytest.mark.parametrize("argv", ["--bogus", "--threads x", "--threads 99999999999", "scan --out file/b.json", "scan --out ."])
+def test_bad_input_to_bench_is_one_line_before_anything_is_measured(argv, monkeypatch):
+    Path("file").touch()
+    monkeypatch.setattr(bench, "bench_scan", lambda *args: pytest.fail("measured"))
+    assert fails(bench.main, *argv.split()).startswith("bench.py: error: ")

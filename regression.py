@@ -76,9 +76,9 @@ class S6Config:
     selective: bool = True  # b_t, c_t and a_t depend on the token; without, they are constants (S4)
 
     def __post_init__(self):
-        if self.inputs < 2 or self.state < 1 or not 0 < self.half_life < math.inf:
-            raise ValueError(f"need d and state of at least 1 and a positive half_life, got d={self.inputs - 1}, "
-                             f"state={self.state}, half_life={self.half_life}")
+        if self.inputs < 2 or self.state < 1 or not 1e-3 <= self.half_life < math.inf:
+            raise ValueError(f"need d and state of at least 1 and a half_life of at least 0.001, got "
+                             f"d={self.inputs - 1}, state={self.state}, half_life={self.half_life}")
 
 
 class OneLayerS6(nn.Module):

@@ -2649,6 +2649,11 @@ def test_a_target_that_drifts_with_rho_1_stands_still():
     assert torch.equal(guess, regression.predict_ridge(tokens)) and (guess - target).abs().max() < 1e-4
 
 
+def test_a_half_life_too_short_for_floats_is_one_line():
+    assert "half_life of at least 0.001" in fails(train.main, "--data", "linear", "--half-life", "1e-4")
+    assert OneLayerS6(2, 2, 1e-3).gate.bias.isfinite().all()
+
+
 @pytest.mark.parametrize("change", [("order", 1.5), ("order", "1"), ("seed", [0]), ("beta", None), ("prior", [0.0]),
                                     ("prior", ["0", "1"]), ("lr", {}), ("warmup", "x"), ("keep", 0), ("steps", 1e3)])
 def test_other_types_in_config_json_are_one_line(change):

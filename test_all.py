@@ -2706,7 +2706,8 @@ def test_bad_text_leaves_no_parent_folder_and_no_path_is_too_long():
         fails(wikitext.main, "--train", "empty", "--test", "empty", "--out", out)
 
 
-@pytest.mark.parametrize("argv", ["--bogus", "--threads x", "--threads 99999999999", "scan --out file/b.json", "scan --out ."])
+@pytest.mark.parametrize("argv", ["--bogus", "--threads x", "--threads 99999999999", "scan --out file/b.json",
+                                  "scan --out ."])
 def test_bad_input_to_bench_is_one_line_before_anything_is_measured(argv, monkeypatch):
     Path("file").touch()
     monkeypatch.setattr(bench, "bench_scan", lambda *args: pytest.fail("measured"))

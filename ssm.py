@@ -21,8 +21,7 @@ Glossary (code: paper, Section 2)
     L      (..., Q, Q)    the decay from column to row, lower triangular
 
 Run me:     python ssm.py
-Change me:  another recurrence (say a vector decay) is another `scan_step`, and `scan_inside` must agree with it; another
-            way to compute this one is another `scan_inside`.
+Change me:  another recurrence (say a vector decay) is another `scan_step`, and `scan_inside` must agree with it.
 """
 
 import math

@@ -19,8 +19,8 @@ often changes nothing, and a resumed run sees the same batches.
 Real text (wikitext.py) has no known optimum: its runs log perplexities instead of bayes and gap.
 
 Run me:     python train.py --model mambazero --order 1   (two processes: torchrun --nproc_per_node=2 -- train.py ...)
-Change me:  new data is a class with the members of MarkovData and a line in DATA: models, defaults, fields, batch, loss,
-            evaluate, report. A new model is a line in MODELS.
+Change me:  new data is a class with models, defaults, fields, batch, loss, evaluate and report, as MarkovData has them,
+            and a line in DATA; a new model is a line in MODELS.
 """
 
 import argparse

@@ -579,20 +579,22 @@ def test_step_prefill_and_forward_agree(fields):
         assert (torch.cat([a, b], 1).exp() - full.exp()).abs().max() <= tolerance
 
 
-def test_the_model_computes_its_equations():
-    model, x = random_model(vocab=3, d=4, state=2, heads=1, window=2, layers=1), tokens(1, 5)
-    block = model.blocks[0]
+@pytest.mark.parametrize("act, norm", [("relu", False), ("silu", True)])
+def test_the_model_computes_its_equations(act, norm):
+    model, x = random_model(d=4, state=2, heads=1, window=2, layers=1, act=act, norm=norm), tokens(1, 5)
+    block, (first, second, last), act = model.blocks[0], model.norms, dict(relu=F.relu, silu=F.silu)[act]
     W_X, W_B, W_C, W_dt, W_z = block.in_proj.weight.split((8, 2, 2, 1, 8))
     e, H = model.embed.weight[x[0]], torch.zeros(8, 2, dtype=torch.float64)
+    n = first(e)
     for t in range(5):
-        conv = lambda W, w, bias: F.relu(w[:, 1] * (W @ e[t]) + (w[:, 0] * (W @ e[t - 1]) if t else 0) + bias)
+        conv = lambda W, w, bias: act(w[:, 1] * (W @ n[t]) + (w[:, 0] * (W @ n[t - 1]) if t else 0) + bias)
         (wx, wb, wc), (px, pb, pc) = block.conv_weight.split((8, 2, 2)), block.conv_bias.split((8, 2, 2))
-        delta = F.softplus(W_dt @ e[t] + block.delta_bias)
+        delta = F.softplus(W_dt @ n[t] + block.delta_bias)
         H = torch.exp(-block.a_log.exp() * delta) * H + torch.outer(conv(W_X, wx, px) * delta, conv(W_B, wb, pb))
-        u = e[t] + block.out_proj.weight @ ((H @ conv(W_C, wc, pc)) * F.relu(W_z @ e[t]))
+        u = e[t] + block.out_proj.weight @ ((H @ conv(W_C, wc, pc)) * act(W_z @ n[t]))
         w1, w3 = model.mlps[0].fc1.weight.split((16, 16))
-        v = u + model.mlps[0].fc2.weight @ (F.relu(w1 @ u) * (w3 @ u))
-        assert (model(x)[0, t] - (model.head.weight @ v).log_softmax(-1)).abs().max() < 1e-12
+        v = u + model.mlps[0].fc2.weight @ (act(w1 @ second(u)) * (w3 @ second(u)))
+        assert (model(x)[0, t] - (model.head.weight @ last(v)).log_softmax(-1)).abs().max() < 1e-12
     inside = model.internals(x)
     assert inside["a"][0].shape == (1, 5, 1) and (inside["a"][0] <= 1).all() and (inside["a"][0] >= 0).all()
     assert torch.allclose(inside["a"][0], torch.exp(-block.a_log.exp() * inside["delta"][0]))
@@ -2712,3 +2714,173 @@ def test_bad_input_to_bench_is_one_line_before_anything_is_measured(argv, monkey
     Path("file").touch()
     monkeypatch.setattr(bench, "bench_scan", lambda *args: pytest.fail("measured"))
     assert fails(bench.main, *argv.split()).startswith("bench.py: error: ")
+
+
+# What a plausible slip would change, in all files
+
+
+def test_k_tokens_after_a_switch_are_free_and_no_more(monkeypatch):
+    always_0 = lambda n, S, k, *_: F.one_hot(torch.zeros(n, S**k, dtype=torch.long), S).float()
+    monkeypatch.setattr("markov.sample_kernel", always_0)  # over random kernels every token is uniform
+    x = sample_switching(4000, 12, 3, 2, p_switch=0.1, generator=generator())
+    t = torch.arange(12)
+    since = t - torch.where(x == 3, t, -1).cummax(1).values  # 1 for the first token, also of the chain
+    for n in range(1, 6):
+        here = x[(since == n) & (x < 3)]
+        assert (F.one_hot(here, 3).double().mean(0) - 1 / 3).abs().max() < 0.03 if n <= 2 else not here.any()
+
+
+def test_neighbouring_heads_share_a_group():
+    x, log_a, b, c = random_inputs(H=4, G=2)
+    b[:, :, 1] = 0
+    for form in (scan_chunked, scan_sequential):
+        y, h = form(x, log_a, b, c)
+        assert y[:, :, :2].all() and h[:, :2].all() and not y[:, :, 2:].any() and not h[:, 2:].any()
+
+
+@pytest.mark.parametrize("conv", ["xbc", "xb", "x", "none"])
+def test_the_switch_names_what_is_convolved(conv):
+    model, x = random_model(conv=conv, act="none", decay=False), tokens()
+    before, after = model.internals(x), model.internals(torch.cat([(x[:, :1] + 1) % 3, x[:, 1:]], 1))
+    changed = {name for name in "xbc" if not torch.equal(before[name][0][:, 1], after[name][0][:, 1])}
+    assert changed == set(conv.replace("none", ""))
+
+
+@pytest.mark.parametrize("name", ["mamba", "transformer"])
+def test_dropout_is_off_in_evaluation_and_on_again_after_it(name):
+    args = train.parse([*TINY, "--model", name, "--dropout", "0.5"])[0]
+    data = train.MarkovData(args, torch.device("cpu"))
+    model = train.make_model(args, data)
+    off = [train.evaluate(model, data, train.autocast(args, data.device))["val"] for _ in range(2)]
+    assert off[0] == off[1] and model.training and data.loss(model, data.test) != data.loss(model, data.test)
+
+
+@pytest.mark.parametrize("task", ["markov", "linear", "single-index"])
+def test_no_batch_comes_twice_and_none_is_held_out(task, monkeypatch):
+    monkeypatch.setattr(train.MarkovData, "pool", 16)  # a batch is a pool, and as large as the held-out set
+    monkeypatch.setattr(train.DATA[task], "held_out", 16)
+    data = train.DATA[task](train.parse(["--data", task, "--batch", "16"])[0], torch.device("cpu"))
+    drawn = [(part if task == "markov" else part[0]).clone() for part in (data.test, *map(data.batch, range(3)))]
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(drawn, 2))
+
+
+def test_every_update_has_its_own_batches_a_clipped_gradient_and_its_rates(monkeypatch):
+    batch, step, asked, seen = train.MarkovData.batch, torch.optim.AdamW.step, [], []
+
+    def watched(optimizer, *args):
+        groups = optimizer.param_groups
+        grads = torch.cat([p.grad.flatten() for group in groups for p in group["params"]])
+        seen.append(([group["lr"] for group in groups], [group["weight_decay"] for group in groups], grads.norm()))
+        return step(optimizer, *args)
+
+    monkeypatch.setattr(train.MarkovData, "batch", lambda data, index: asked.append(index) or batch(data, index))
+    monkeypatch.setattr(torch.optim.AdamW, "step", watched)
+    run(*TINY, "--model", "mamba", "--accumulate", 2, "--lr", 0.01, "--weight-decay", 0.3, "--clip", 1e-3)
+    rates, decays, norms = zip(*seen)
+    assert asked == [0, *range(20)] and len(seen) == 10  # step 0 shows the first batch
+    assert rates[0][0] == 0.01 and all(rate == [rate[0], rate[0], 0.1 * rate[0]] for rate in rates)
+    assert set(map(tuple, decays)) == {(0.3, 0.0, 0.0)} and max(norms) < 1.001e-3
+
+
+def test_initial_weights_follow_the_seed():
+    first, again, other = (train.make_model(train.parse(["--seed", s])[0], types.SimpleNamespace(fields={}))
+                           for s in "001")
+    assert same(first.state_dict(), again.state_dict()) and not same(first.state_dict(), other.state_dict())
+
+
+def test_val_is_a_mean_over_chains_whatever_parts_they_come_in(monkeypatch):
+    monkeypatch.setattr(train.MarkovData, "held_out", 3)
+    data, model = train.MarkovData(train.parse(TINY)[0], torch.device("cpu")), random_model(vocab=2)
+    data.args.length = 2**16  # as if: then a part is two chains
+    assert data.evaluate(model)["val"] == pytest.approx(data.loss(model, data.test).item(), rel=1e-12)
+
+
+def test_words_are_learned_on_the_training_text_only():
+    for split, text in dict(train="a b", validation="c c c", test="d d d").items():
+        Path(split).write_text(text)
+    wikitext.main([f"--{split}={split}" for split in ("train", "validation", "test")] + ["--tokenizer", "words"])
+    assert json.loads(Path("corpus/corpus.json").read_text())["words"] == ["<unk>", " <unk>", "\n", "a", " b"]
+
+
+def test_step_and_forgetting_are_read_off_a_layer_set_by_hand():
+    run_ = finished(online_gd(4, 0.1, 0.2).float(), "--data linear")  # w <- 0.8 w + 0.1 y x
+    found, weights_ = figures.along_context(run_), 0.1 * 0.8 ** torch.arange(7, -1, -1)
+    assert found["formula"][found["k"].index(8)] == pytest.approx(loss_of_weights(weights_, 4), rel=1e-5)
+    [line] = regression.LinearData(run_.args, torch.device("cpu")).explain(run_.model)
+    assert "a = 0.8000" in line and "eta = 0.1000" in line
+
+
+@pytest.mark.parametrize("command, prompts", [("linear --noise 1 --length 4", 2000), ("single-index", 64)])
+def test_the_gap_counts_from_the_best_reference(command, prompts, monkeypatch):
+    args = train.parse(["--data", *command.split()])[0]
+    monkeypatch.setattr(train.DATA[args.data], "held_out", prompts)
+    data = train.DATA[args.data](args, torch.device("cpu"))
+    *others, best = (data.error(guess).mean().item() for guess in data.guesses.values())
+    assert data.bayes == best < 0.95 * min(others)
+
+
+def test_report_has_model_and_references_on_the_same_pairs():
+    data = regression.LinearData(train.parse(["--data", "linear"])[0], torch.device("cpu"))
+    data.explain = lambda model: ()
+    rows = [text.split() for text in data.report(regression.predict_lms)][1:-2]  # pairs, model, zero, one step, LMS, ..
+    assert [int(row[0]) for row in rows] == [1, 2, 4, 8, 16, 32, 50] and all(row[1] == row[4] for row in rows)
+
+
+def test_without_selection_only_labels_reach_the_state():
+    tokens, other = torch.randn(2, 4, 6, 4, generator=generator())
+    other[..., -1] = tokens[..., -1]
+    for selective in (True, False):
+        layer = OneLayerS6(3, 7, selective=selective)
+        assert torch.equal(layer.state(tokens), layer.state(other)) != selective
+
+
+def test_mixers_and_norm_of_one_layer():
+    x, y, xq, *_ = (v.double() for v in single_index_prompts(2, 9, 3, 2, queries=5, generator=generator()))
+    phi, phi_q = F.pad(x, (1, 0), value=1.0), F.pad(xq, (1, 0), value=1.0)
+
+    def read(**fields):
+        torch.manual_seed(0)
+        model = single_index.OneLayer(single_index.OneLayerConfig(inputs=4, heads=3, **fields)).double()
+        for p in model.parameters():
+            p.data.normal_()
+        model.mlp = torch.nn.Unflatten(-1, (-1, 1))  # instead of the MLP's output the readouts themselves
+        return model.gamma.detach(), model.w.detach(), model.read(x, y, xq).detach()  # (B, Q, 3 or 6)
+
+    gamma, w, s = read(mixer="softmax")
+    for h in range(3):
+        A = (phi_q @ (gamma[h] * phi).mT + w[h] * y[:, None]).softmax(-1)  # (B, Q, N)
+        assert (s[..., h] - (A @ y[..., None])[..., 0]).abs().max() < 1e-12
+    gamma, _, s = read(mixer="linear", norm=False)
+    for h, values in enumerate([y / 9] * 3 + [torch.ones_like(y) / 9] * 3):
+        state = gamma[h] * (values[..., None] * phi).sum(1)  # (B, 4)
+        assert (s[..., h] - (phi_q @ state[..., None])[..., 0]).abs().max() < 1e-12
+    plain, normed = read(norm=False)[2], read(norm=True)[2]
+    size = torch.linalg.lstsq(phi_q, plain).solution.norm(dim=1, keepdim=True)  # (B, 1, 6), of the states
+    assert (normed * size - plain).abs().max() < 1e-10
+
+
+def test_lines_hold_their_own_rows_and_spread_over_seeds():
+    rows = [dict(line=line, x=x, values=[dict(gap=10 * x + seed), dict(gap=10 * x - seed)])
+            for line, x, seed in (("a", 1, 1), ("b", 2, 2), ("a", 3, 3))]
+    lines = figures.over_x(rows, "gap")
+    assert {line: (x, y.tolist()) for line, (x, y) in lines.items()} == \
+        {"a": ([1, 3], [[11, 33], [9, 27]]), "b": ([2], [[22], [18]])}
+    assert "  b (2)  2: 20 ± 3" in figures.table([figures.panel("", "", "", lines)])  # 2 sqrt 2
+
+
+def test_runs_are_told_apart_by_what_they_count():
+    values = {kind: [dict(distance=1.0), dict(distance=d)] for kind, d in (("successors", 0.1), ("predecessors", 0.9))}
+    assert figures.by_solution([dict(values=list(values.values()))]) == {kind: [v] for kind, v in values.items()}
+
+
+def test_every_seed_is_measured(monkeypatch, tmp_path):
+    monkeypatch.setitem(figures.RUNS, "fig4", (3, lambda run_: run_.args.seed, {("a", 0): "untrained"}))
+    figures.compute(["fig4"], figures.make_parser().parse_args(["--results", str(tmp_path)]))
+    assert json.loads((tmp_path / "fig4.json").read_text())["rows"][0]["values"] == [0, 1, 2]
+
+
+def test_distance_of_a_coin_is_a_quarter():
+    coin = finished(lambda x: torch.full((*x.shape, 2), math.log(0.5)))  # E |p - 1/2| = 1/4 for p uniform
+    assert figures.outcome(coin)["distance"] == pytest.approx(0.25, abs=0.03)
+    one, [x] = figures.one_chain(coin), figures.chains(coin, 1)
+    assert not x[[t - 1 for t in one["t"]]].any() and len(one["t"]) == (x == 0).sum() == len(one["p"])

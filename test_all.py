@@ -2764,6 +2764,14 @@ def test_no_batch_comes_twice_and_none_is_held_out(task, monkeypatch):
     assert not any(torch.equal(a, b) for a, b in itertools.combinations(drawn, 2))
 
 
+@pytest.mark.parametrize("flags", ["--beta 0.3", "--order 2", "--states 3 --beta 5", "--beta 0.3 --switch 0.1"])
+def test_bayes_is_the_optimum_of_the_chains_that_are_drawn(flags):
+    args = train.parse([*TINY, *flags.split()])[0]
+    exact = mambazero.laplace_switching(args.states, args.beta, args.switch) if args.switch else \
+        mambazero.laplace_any_order(args.states, args.order, args.beta)
+    assert abs(train.MarkovData(args, torch.device("cpu")).evaluate(exact)["gap"]) < 1e-6
+
+
 def test_every_update_has_its_own_batches_a_clipped_gradient_and_its_rates(monkeypatch):
     batch, step, asked, seen = train.MarkovData.batch, torch.optim.AdamW.step, [], []
 
@@ -2831,6 +2839,7 @@ def test_without_selection_only_labels_reach_the_state():
     other[..., -1] = tokens[..., -1]
     for selective in (True, False):
         layer = OneLayerS6(3, 7, selective=selective)
+        torch.nn.init.ones_(layer.write.bias)  # it starts at 0, where nothing at all is written without selection
         assert torch.equal(layer.state(tokens), layer.state(other)) != selective
 
 
@@ -2859,12 +2868,24 @@ def test_mixers_and_norm_of_one_layer():
     assert (normed * size - plain).abs().max() < 1e-10
 
 
+def test_stage_two_does_not_depend_on_the_scale_of_its_readouts(monkeypatch):
+    (x, y, xq, *_), real = single_index_prompts(3, 20, 4, 2, generator=generator()), single_index.readout
+    heads, guesses = [(torch.ones(15), (0.3, -0.3), -2.0)], []
+    for factor in (1, 2**10):
+        monkeypatch.setattr(single_index, "readout", lambda *a, factor=factor: factor * real(*a))
+        predict = single_index.stage_two(4, 2, 20, heads, contexts=500, width=32, generator=generator(1))
+        guesses.append(predict(x, y, xq))
+    assert torch.equal(*guesses)
+
+
 def test_lines_hold_their_own_rows_and_spread_over_seeds():
     rows = [dict(line=line, x=x, values=[dict(gap=10 * x + seed), dict(gap=10 * x - seed)])
             for line, x, seed in (("a", 1, 1), ("b", 2, 2), ("a", 3, 3))]
     lines = figures.over_x(rows, "gap")
     assert {line: (x, y.tolist()) for line, (x, y) in lines.items()} == \
         {"a": ([1, 3], [[11, 33], [9, 27]]), "b": ([2], [[22], [18]])}
+    rows = [dict(line="a", values=[dict(t=[1, 2], p=[3, 4]), dict(t=[1, 2], p=[5, 6])])]
+    assert figures.within(rows, "t", "p") == {"a": ([1, 2], [[3, 4], [5, 6]])}
     assert "  b (2)  2: 20 ± 3" in figures.table([figures.panel("", "", "", lines)])  # 2 sqrt 2
 
 

@@ -2839,8 +2839,9 @@ def test_without_selection_only_labels_reach_the_state():
     other[..., -1] = tokens[..., -1]
     for selective in (True, False):
         layer = OneLayerS6(3, 7, selective=selective)
-        torch.nn.init.ones_(layer.write.bias)  # it starts at 0, where nothing at all is written without selection
         assert torch.equal(layer.state(tokens), layer.state(other)) != selective
+        layer(tokens).square().mean().backward()
+        assert layer.state(tokens).any() and layer.write.bias.grad.any() and layer.read.bias.grad.any()
 
 
 def test_mixers_and_norm_of_one_layer():

@@ -308,7 +308,8 @@ def grid(lines, xs):
 
 RUNS = {
     "fig1a": (5, one_chain, {("add-1", 0): "exact --order 1"} | LONG),
-    "fig1b": (5, outcome, grid({line: flags + SHORT for line, flags in LINES.items()}, ORDERS)),
+    "fig1b": (5, outcome, grid({line: flags + SHORT for line, flags in LINES.items()}, ORDERS)
+              | grid({"Mamba, 8,000 steps": MAMBA + SHORT.replace("4000", "8000")}, ORDERS[2:])),
     "fig3a": (5, outcome, {("Mamba", 0): MAMBA_1, ("MambaZero", 0): ZERO_1, ("Mamba, no convolution", 0): NO_CONV}),
     "fig3b": (3, outcome, WINDOWS),
     "fig4": (5, decay, {("Mamba", 0): MAMBA_1, ("MambaZero", 0): ZERO_1}),
@@ -337,12 +338,12 @@ RUNS = {
     "length": (3, by_position, {("exact", 0): "exact --order 1", ("MambaZero", 0): ZERO_1} | LONG),
     "theorem2": (1, quantised, {(f"k = {k}", 0): f"exact --order {k}" for k in range(1, 7)}),
     "prior": (5, other_prior, {("Mamba", 0): MAMBA_1, ("MambaZero", 0): ZERO_1}),
-    "table1": (3, perplexity, {(name, x): LANGUAGE[line] for line, name, x in
+    "table1": (5, perplexity, {(name, x): LANGUAGE[line] for line, name, x in
                                (("no convolution", "Mamba", 0), ("Mamba", "Mamba", 1),
                                 ("transformer", "transformer", 0), ("transformer, convolution", "transformer", 1))}),
-    "table4": (3, perplexity, {(line, x): flags for x, (line, flags) in enumerate(LANGUAGE.items()) if x < 4}),
+    "table4": (5, perplexity, {(line, x): flags for x, (line, flags) in enumerate(LANGUAGE.items()) if x < 4}),
     "rates": (1, perplexity, {(line, lr): TEXT.format("tune", 50) + f" --lr {lr}" + flags
-                              for line, flags in ABLATIONS.items() for lr in (2e-3, 4e-3, 8e-3)}),
+                              for line, flags in ABLATIONS.items() for lr in (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)}),
     "context": (3, along_context, {("model", 0): LINEAR + " --state 80"}),
     "drift": (3, forgetting, grid({"trained layer": LINEAR + " --drift {}"}, (0.9, 0.95, 0.98, 0.99))),
     "descent": (1, population_descent, {(f"d = {d}, N = {N}, eta = {eta}", d): DESCENT.format(d, N, eta)

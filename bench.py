@@ -317,4 +317,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    train.as_program(main)

@@ -847,4 +847,4 @@ def up_to_date(name, a):
 
 
 if __name__ == "__main__":
-    main()
+    train.as_program(main)

@@ -463,8 +463,8 @@ if __name__ == "__main__":
         p, q = add_beta(x, S, k, beta, p_switch, dtype=torch.float64), model(x).exp()
         return float((p - q).abs().max()), float((p * (p / q).log()).sum(-1).max())
 
-    print(f"Weights set by hand against add-beta, float64, T = {T}, random and all-equal sequences:\n")
-    print("                                           parameters  state   largest difference    largest KL")
+    print(f"Weights set by hand against add-beta; float64, T = {T}, random and all-equal:\n")
+    print("                                   parameters  state largest difference       KL")
     for name, model, *rest in [
         ("Theorem 1, S=2, beta=1", laplace_first_order(2, 1.0), 2, 1, 1.0),
         ("Theorem 1, S=5, beta=0.5", laplace_first_order(5, 0.5), 5, 1, 0.5),
@@ -480,4 +480,4 @@ if __name__ == "__main__":
         error, kl = difference(model, *rest)
         n, cfg = sum(p.numel() for p in model.parameters()), model.config
         state = cfg.expand * cfg.d * cfg.state
-        print(f"  {name:36s} {n:13d} {state:6d} {error:20.1e} {kl:13.1e}")
+        print(f"  {name:33s} {n:9d} {state:6d} {error:18.1e} {kl:8.1e}")

@@ -222,14 +222,14 @@ if __name__ == "__main__":
     b, c = torch.randn(B, T, G, N).double(), torch.randn(B, T, G, N).double()
     log_a[:, 500] = -math.inf  # a hard reset
     print(f"{B} sequences of {T} tokens, {H} heads of {P}, state {N}, a hard reset in the middle (float64):\n")
-    print(f"{'':36s}     time   largest difference to the definition")
+    print(f"{'':32s}     time   largest difference to the definition")
 
     def report(name, f):
         f()
         start = time.perf_counter()
         y, h = f()
         ms = 1e3 * (time.perf_counter() - start)
-        print(f"  {name:34s} {ms:8.1f} ms   y: {(y - y0).abs().max():.1e}   h: {(h - h0).abs().max():.1e}")
+        print(f"  {name:30s} {ms:8.1f} ms   y: {(y - y0).abs().max():.1e}   h: {(h - h0).abs().max():.1e}")
 
     y0, h0 = scan_sequential(x, log_a, b, c)
     report("sequential, the definition", lambda: scan_sequential(x, log_a, b, c))

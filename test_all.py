@@ -1737,6 +1737,20 @@ def test_runs_are_shared_resumed_and_not_repeated(monkeypatch, capsys, tmp_path)
     assert f"gap (1)  0: {gaps[0]:.3g}  2: {gaps[1]:.3g}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", ["figures.py fig1b", "figures.py --list", "train.py --steps 1 --length 8"])
+def test_output_in_ascii_and_into_a_closed_pipe(command):
+    words = [sys.executable, str(HERE / command.split()[0]), *command.split()[1:]]
+    ascii_only = os.environ | dict(LC_ALL="POSIX", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0", PYTHONIOENCODING="")
+    shutil.copytree(HERE / "results", "results")
+    pipe = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ascii_only)
+    if "fig1b" in command:
+        out, err = pipe.communicate()
+        assert pipe.returncode == 0 and b"\\xb1" in out and not err, err
+    else:
+        pipe.stdout.close()
+        assert b"Error" not in pipe.stderr.read() and pipe.wait() == 1
+
+
 def test_figures_without_matplotlib_print_the_numbers(monkeypatch, capsys, tmp_path):
     rows = [dict(line="Mamba", x=k, flags="", seeds=[0, 1], values=[dict(distance=0.1), dict(distance=0.3)], minutes=0)
             for k in (1, 2)]

@@ -649,13 +649,17 @@ def keep_freed_memory():
         pass
 
 
-if __name__ == "__main__":
+def as_program(main):
+    """A script's main(): lines at once, also into a file; no stop at a letter that the encoding lacks, or at | head."""
     for output in (sys.stdout, sys.stderr):
         if output:
-            # Lines at once, also into a file; a folder name that the encoding lacks is no reason to stop.
             output.reconfigure(line_buffering=True, errors="backslashreplace")
     try:
         main()
-    except BrokenPipeError:  # piped into head, say
+    except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    as_program(main)

@@ -92,7 +92,9 @@ class OneLayerS6(nn.Module):
         with torch.no_grad():
             for layer, spread in ((self.write, state), (self.read, state), (self.gate, d + 1)):
                 layer.weight.normal_(std=spread**-0.5)  # |w_D| near 1: the gate has yet to learn to be constant
-                layer.bias.normal_(std=spread**-0.5 * (not selective))  # all there is without tokens; 0 would stay 0
+                layer.bias.zero_()
+                if not selective:  # all that is left without tokens; 0 would stay 0
+                    layer.bias.normal_(std=spread**-0.5)
             self.gate.bias.fill_(math.log(math.expm1(math.log(2) / half_life)))
 
     def state(self, tokens):

@@ -291,7 +291,8 @@ DESCENT = f"untrained {LINEAR} --state 80 --steps 1000 --dim {{}} --length {{}} 
 STEP = f"untrained {INDEX} --batch 500 --accumulate {{}}"
 LONGER = f"{INDEX} --support 8 --steps 5000"
 # Language models of about a million parameters on the text of WikiText's validation split, tested on its test split:
-# 200 steps are 1.9 passes. RATES are the best of `rates`, on a tenth of the training text.
+# 200 steps are 1.9 passes. RATES should be the best of `rates`, on a tenth of the training text; these are provisional,
+# found with one seed and a lower start of Delta.
 TEXT = "--data wikitext --corpus corpus-{} --d 96 --batch 8 --steps 200 --eval-every {}"
 ABLATIONS = {"Mamba": "", "no convolution": " --no-conv", "no factor a_t": " --no-decay", "no SiLU": " --act none",
              "transformer": " --model wikitext-transformer",

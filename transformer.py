@@ -185,7 +185,8 @@ class Transformer(nn.Module):
 @torch.no_grad()
 def _init_weights(model):
     """GPT-2's initial values, in one place: normal of spread 0.02, biases 0. The two outputs of a layer start smaller,
-    since 2 * layers of them add up in the residual stream. Convolutions start wider, for the signal to pass."""
+    since 2 * layers of them add up in the residual stream. Convolutions start wider, for the signal to pass, and so
+    does a tied embedding (see mambazero.py: _init_weights)."""
     cfg = model.config
     for name, p in model.named_parameters():
         if name.endswith("conv_weight"):
@@ -195,6 +196,8 @@ def _init_weights(model):
         elif "norms" not in name:
             residual = name.endswith(("out_proj.weight", ".2.weight"))  # W_O, W_2
             p.normal_(std=0.02 / math.sqrt(2 * cfg.layers) if residual else 0.02)
+    if cfg.tie:
+        model.embed.weight.normal_(std=0.02 * math.sqrt(768 / cfg.d))
 
 
 if __name__ == "__main__":

@@ -2149,7 +2149,7 @@ def test_language_models_of_tables_1_and_4_train(flags, capsys):
     corpus()
     metrics = run(*TEXT, *flags.split(), "--out", "a", "--sample", "The 東京")
     out = capsys.readouterr().out
-    assert metrics["val"] < losses("a")[0]["val"] and losses("a")[0]["train"] == pytest.approx(math.log(256), abs=0.2)
+    assert metrics["val"] < losses("a")[0]["val"] and losses("a")[0]["train"] == pytest.approx(math.log(256), abs=0.5)
     names = ("val", "token perplexity", "word perplexity", "bits per byte")
     reports = [text for text in out.splitlines() if text.startswith(("step ", "done "))]
     assert all(f" {name} " in text for name in names for text in reports)

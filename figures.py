@@ -43,7 +43,7 @@ from tqdm import tqdm
 import train
 from laplace import add_beta
 from mambazero import laplace_any_order, laplace_switching
-from markov import sample_chain, sample_kernel, sample_switching
+from markov import sample_chain, sample_kernel, sample_switching, stream
 from regression import (LinearData, drift_moments, linear_prompts, loss_of_weights, optimal_forgetting, optimal_loss,
                         population_gd, predicted_rate)
 from single_index import best_kernel_ridge, single_index_prompts, stage_one
@@ -54,7 +54,7 @@ from single_index import best_kernel_ridge, single_index_prompts, stage_one
 
 def chains(run, n, length=None, **other):
     """n chains that no run was trained or evaluated on, always the same ones: (n, length or the run's own T)."""
-    a, g = SimpleNamespace(**vars(run.args) | other), train.stream(0, "figures")
+    a, g = SimpleNamespace(**vars(run.args) | other), stream(0, "figures")
     if a.switch:
         return sample_switching(n, length or a.length, a.states, a.order, a.beta, a.switch, g)
     return sample_chain(sample_kernel(n, a.states, a.order, a.beta, g, "cpu", *a.prior), length or a.length, g)
@@ -202,7 +202,7 @@ def forgetting(run):
     """Under drift: the learned a and the best one; the loss on 65,536 prompts, beside the expected loss of the best
     weights eta a^(N-i) and of the best equal weights."""
     a = run.args
-    tokens, target = linear_prompts(2**16, a.length, a.dim, a.noise, a.drift, train.stream(0, "figures"))
+    tokens, target = linear_prompts(2**16, a.length, a.dim, a.noise, a.drift, stream(0, "figures"))
     loss = (torch.cat([run.model(part) for part in tokens.split(1024)]) - target).square().mean().item()
     best, geometric = optimal_forgetting(a.length, a.dim, a.drift, a.noise)
     r, R = drift_moments(a.length, a.drift)
@@ -213,7 +213,7 @@ def forgetting(run):
 def population_descent(run):
     """Gradient descent on the population loss from orthonormal B, C, b under the paper's gate, of half-life N: the gap
     by step, the predicted slope as a line through its middle, and the slope of the second half over the predicted."""
-    a, g = run.args, train.stream(run.args.seed, "figures")
+    a, g = run.args, stream(run.args.seed, "figures")
     keep, half = 2 ** (-1 / a.length), a.steps // 2
     W = torch.linalg.qr(torch.randn(a.state, 2 * a.dim + 1, generator=g).double())[0]
     gap = population_gd(W[:, : a.dim], W[:, a.dim : -1], W[:, -1], keep, a.length, a.lr, a.steps)[0]
@@ -227,7 +227,7 @@ def first_step(run):
     over that outside; 1 if the features above one half are exactly the subspace."""
     a, r = run.args, run.args.support
     size = stage_one(a.dim, r, a.length, a.batch * a.accumulate, a.mixer != "linear", link=a.link, noise=a.noise,
-                     generator=train.stream(a.seed, "figures")).abs()
+                     generator=stream(a.seed, "figures")).abs()
     size /= size.max()
     linear = size[1 : 1 + a.dim]
     return dict(i=list(range(1, 1 + a.dim)), size=linear.tolist(), ratio=(linear[:r].mean() / linear[r:].mean()).item(),
@@ -238,7 +238,7 @@ def first_step(run):
 def kernel_errors(N, d, r, link, noise):
     """x, y, xq, yq of 600 prompts with 16 queries, whose labels are the same for all d <= 32, and the squared errors of
     what needs no model (600,): kernels, in the hidden subspace or not, are tuned on these very prompts."""
-    x, y, xq, yq, _ = single_index_prompts(600, N, max(d, 32), r, link, noise, 16, train.stream(0, f"figures/{N}"))
+    x, y, xq, yq, _ = single_index_prompts(600, N, max(d, 32), r, link, noise, 16, stream(0, f"figures/{N}"))
     guesses = {name: best_kernel_ridge(x[..., :k], y, xq[..., :k], yq) for name, k in
                (("kernel ridge", d), ("kernel in the subspace", r))} | {"zero": 0 * yq}
     return x[..., :d], y, xq[..., :d], yq, {name: (g - yq).square().mean(1) for name, g in guesses.items()}
@@ -628,18 +628,9 @@ def run_folder(flags, seed):
     return Path("out/figures") / f"{re.sub(r'[^a-z0-9.]+', '-', flags.strip('- '))}-seed-{seed}"
 
 
-@functools.cache
-def flag_parser(task="markov"):
-    """train.py's, with the defaults of a task."""
-    parser = train.make_parser()
-    parser.set_defaults(**train.DATA[task].defaults)
-    return parser
-
-
 def parse(flags):
     """The args of a run, without the word in front that says who makes it."""
-    words = re.sub(r"^\w+ ", "", flags).split()
-    return flag_parser(flag_parser().parse_args(words).data).parse_args(words)
+    return train.task_args(re.sub(r"^\w+ ", "", flags).split())
 
 
 def finished_run(flags, seed):

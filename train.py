@@ -26,6 +26,7 @@ Change me:  new data is a class with models, defaults, fields, batch, loss, eval
 import argparse
 import ctypes
 import dataclasses
+import functools
 import inspect
 import json
 import math
@@ -425,6 +426,7 @@ def find_model(args):
     return found
 
 
+@functools.cache  # reading the source takes longer than all the rest of a parser
 def model_fields():
     """name -> (dataclass field, its trailing comment), over all models; what the data decides is no flag."""
     found = {}
@@ -517,14 +519,20 @@ FREE = {"steps", "eval_every", "device", "threads", "compile", "out", "resume", 
         "sample"}  # may differ in a resumed run
 
 
+def task_args(argv):
+    """The args of a new run, unchecked: what argv leaves open is the task's default."""
+    parser = make_parser()
+    parser.set_defaults(**DATA[parser.parse_args(argv).data].defaults)
+    return parser.parse_args(argv)
+
+
 def parse(argv):
     """argv -> args, model, checkpoint; the last two None for a new run. Other runs begin with the flags they had."""
     parser = make_parser()
     args = parser.parse_args(argv)
     try:
         if not (args.resume or args.eval):
-            parser.set_defaults(**DATA[args.data].defaults)
-            args = parser.parse_args(argv)
+            args = task_args(argv)
             check(args)
             return args, None, None
         if args.out is None:

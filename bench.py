@@ -15,7 +15,7 @@ Sections:
     memory   peak of forward+backward, ours and Listing 1
 
 Run me:     python bench.py [scan train data decode memory] [--device cuda] [--threads 2] [--peers]
-Change me:  another peer is another row in `bench_scan`.
+Change me:  another peer is a function beside `fla` and its line in PEERS.
 """
 
 import argparse
@@ -32,7 +32,7 @@ import torch.nn.functional as F
 
 import train
 from mambazero import causal_conv
-from markov import sample_chain, sample_kernel
+from markov import sample_chain, sample_kernel, stream
 from ssm import scan_chunked, scan_inside, scan_sequential
 
 SHAPES = [(64, 256, 1, 32, 16), (4, 2048, 8, 64, 64), (1, 8192, 8, 64, 128)]  # B, T, H, P, N; G = 1
@@ -69,9 +69,9 @@ def listing_1(x, log_a, b, c, chunk):
     inside and between chunks, the exponential of a cumulative sum masked row by row (Q x Q sums of Q terms)."""
     def segment_sum(v):  # (..., Q) -> (..., Q, Q)
         Q = v.shape[-1]
-        lower = torch.ones(Q, Q, dtype=torch.bool, device=v.device).tril(-1)
-        sums = v[..., None].expand(*v.shape, Q).masked_fill(~lower, 0).cumsum(-2)
-        return sums.masked_fill(~lower.logical_or(torch.eye(Q, dtype=torch.bool, device=v.device)), -torch.inf)
+        on_or_above = torch.ones(Q, Q, dtype=torch.bool, device=v.device).triu()
+        sums = v[..., None].expand(*v.shape, Q).masked_fill(on_or_above, 0).cumsum(-2)
+        return sums.masked_fill(on_or_above.triu(1), -torch.inf)
 
     (B, T, H, P), R = x.shape, x.shape[2] // b.shape[2]
     cut = lambda v: v.unflatten(1, (T // chunk, chunk))
@@ -86,13 +86,32 @@ def listing_1(x, log_a, b, c, chunk):
     return y.flatten(1, 2), states[:, -1]
 
 
-def inputs(shape, device, dtype=torch.float32):
+def fla(x, log_a, b, c):
+    """flash-linear-attention's scan; peers are imported where they are called, since hardly a machine has both."""
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    expand = lambda v: v.expand(-1, -1, x.shape[2], -1)
+    return chunk_simple_gla(expand(c), expand(b), x, log_a, scale=1.0, output_final_state=True)
+
+
+def mamba_ssm(x, log_a, b, c):
+    """The Mamba authors' scan. Its decay is exp(A dt): A = -1 and dt = -log_a, with x divided by dt."""
+    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+
+    A = -torch.ones(x.shape[2], device=x.device)
+    return mamba_chunk_scan_combined(x / -log_a[..., None], -log_a, A, b, c, 64), None
+
+
+PEERS = {"flash-linear-attention, Triton": fla, "mamba_ssm, Triton": mamba_ssm}
+
+
+def inputs(shape, device):
     """Random scan inputs that need gradients, one group."""
     B, T, H, P, N = shape
     g = torch.Generator(device).manual_seed(0)
     r = lambda *s: torch.randn(*s, generator=g, device=device)
     log_a = -0.1 * torch.rand(B, T, H, generator=g, device=device)
-    return [v.to(dtype).requires_grad_() for v in (r(B, T, H, P), log_a, r(B, T, 1, N), r(B, T, 1, N))]
+    return [v.requires_grad_() for v in (r(B, T, H, P), log_a, r(B, T, 1, N), r(B, T, 1, N))]
 
 
 def both_ways(f, args):
@@ -114,11 +133,15 @@ def rates(device):
 
 
 def floor_ms(shape, device, rate, bandwidth):
-    """Least time of forward+backward: the chunk length with the fewest FLOPs, each input and gradient moved once."""
+    """Least time of forward+backward: the chunk length with the fewest FLOPs, each input and gradient moved once.
+
+    A token costs a head Q P multiply-adds inside its chunk, Q N for scores that all heads share, and P N each to write
+    and to read the state; a multiply-add is two FLOPs, and backward is twice forward.
+    """
     B, T, H, P, N = shape
     flops = min(3 * 2 * B * T * H * (Q * P + Q * N / H + 2 * P * N) for Q in (1, 2, 4, 8, 16, 32, 64, 128))
     moved = 4 * B * T * (4 * H * P + 3 * H + 6 * N)
-    return 1e3 * max(flops / rate, moved / bandwidth)
+    return 1e3 * max(flops / rate, moved / bandwidth)  # Roofline
 
 
 def bench_scan(device, peers):
@@ -131,12 +154,12 @@ def bench_scan(device, peers):
         compiled = torch.compile(scan_inside, fullgraph=True)
         forms = {f"Listing 1, chunk {Q}": lambda *a, Q=Q: listing_1(*a, Q) for Q in (32, 64, 128, 256)}
         forms |= {"chunked, eager": scan_chunked, "chunked, compiled": lambda *a: scan_chunked(*a, inside=compiled)}
-        forms |= peer_forms(device) if peers else {}
+        forms |= PEERS if peers else {}
         y0, difference = scan_chunked(*args)[0], {}
         for label, f in list(forms.items()):
             try:
                 difference[label] = ((f(*args)[0] - y0).abs().max() / y0.abs().max()).item()
-            except Exception as failure:  # a peer, or a machine without a compiler
+            except Exception as failure:  # a peer that is not installed, a machine without a compiler
                 row("scan", f"{name} {label}", failed=str(failure).strip().splitlines()[0][:60])
                 del forms[label]
         forward = compare({label: lambda f=f: f(*args) for label, f in forms.items()}, 5, device)
@@ -154,32 +177,6 @@ def bench_scan(device, peers):
     times = compare(lengths, 7, device)
     for T in lengths:
         row("scan", f"growth, T={T}", best_ms=times[T][2], ratio=times[T][2] / times[T // 2][2] if T > 1024 else 1.0)
-
-
-def peer_forms(device):
-    """Public scans, where installed: name -> f(x, log_a, b, c) -> (y, h)."""
-    found = {}
-    try:
-        from fla.ops.simple_gla import chunk_simple_gla
-
-        def fla(x, log_a, b, c):
-            expand = lambda v: v.expand(-1, -1, x.shape[2], -1)
-            return chunk_simple_gla(expand(c), expand(b), x, log_a, scale=1.0, output_final_state=True)
-
-        found["flash-linear-attention, Triton"] = fla
-    except ImportError:
-        row("scan", "flash-linear-attention", failed="not installed")
-    try:
-        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
-
-        def mamba_ssm(x, log_a, b, c):  # its decay is exp(A dt): A = -1 and dt = -log_a, with x divided by dt
-            A = -torch.ones(x.shape[2], device=x.device)
-            return mamba_chunk_scan_combined(x / -log_a[..., None], -log_a, A, b, c, 64), None
-
-        found["mamba_ssm, Triton"] = mamba_ssm
-    except ImportError:
-        row("scan", "mamba_ssm", failed="not installed")
-    return found
 
 
 def bench_train(device, peers):
@@ -204,7 +201,7 @@ def bench_train(device, peers):
             update()
             optimizer.zero_grad(set_to_none=True)
 
-        pool = lambda: data.sample(64 * data.pool_batches, train.stream(0, "bench", 0, device))
+        pool = lambda: data.sample(64 * data.pool_batches, stream(0, "bench", 0, device))
         conv = lambda: causal_conv(u, block.conv_weight, block.conv_bias).sum().backward()
         times = compare({"eager": lambda: step(model), "compiled": lambda: step(fast), "pool": pool}, 15, device)
         for p in params:

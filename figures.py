@@ -186,11 +186,11 @@ def quantised(run):
 def along_context(run):
     """Mean squared error after k pairs on 4,096 prompts, at least 1e-4 for a logarithmic axis: the one-layer model and
     every reference; and expected losses, of the weights eta a^(k-i) read off the model and of the best ones."""
-    a, (keep, F, _), found = run.args, run.model.read_off(), []
+    a, keep, eta, found = run.args, run.model.read_off()[0], run.model.step_read_off(), []
     data = LinearData(SimpleNamespace(**vars(a) | dict(length=160)), "cpu")
     for k in (1, 2, 4, 8, 16, 32, 50, 80, 160):
         tokens, target = data.test[0][:, -k - 1 :], data.test[1]  # (B, k+1, d+1), (B,)
-        g = keep * (1 - keep) * F.trace() / a.dim * keep ** torch.arange(k - 1, -1, -1).double()
+        g = eta * keep ** torch.arange(k - 1, -1, -1).double()
         guesses = {"model": data.predict(run.model, tokens)} | data.references(tokens, target)
         found.append({name: (guess - target).square().mean().clamp(min=1e-4).item() for name, guess in guesses.items()}
                      | {"k": k, "formula": loss_of_weights(g, a.dim, a.noise),

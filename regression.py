@@ -14,7 +14,8 @@ With weights set by hand h_l IS w_l. That is gradient descent on |w - beta y_l x
 x_l x_l^T: decayed, and not LMS, which would need a matrix for a_t. The class has an optimum that no gate gets below.
 
 Glossary (code: paper):
-    tokens (B, N+1, d+1)    drift: rho, w_t = rho w_{t-1} + sqrt(1 - rho^2) xi_t, the query wants w_{N+1}
+    tokens (B, N+1, d+1)    S: width of the state h, since N counts pairs    gate: w_D, b_D
+    drift: rho, w_t = rho w_{t-1} + sqrt(1 - rho^2) xi_t, the query wants w_{N+1}
     noise: s2, the variance of label noise in the context; targets, and so all losses, are free of it
     decay: 1 - a, what a step forgets       F = C^T B, f = C^T b: all that W_B = [B | b] and W_C = [C | .] do
     gap: distance to the best F and f under a gate, in half-losses E(prediction - target)^2 / 2, the paper's
@@ -28,7 +29,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
 from markov import stream
 from ssm import scan
@@ -100,7 +100,7 @@ class OneLayerS6(nn.Module):
     def state(self, tokens):
         """The state (B, S) after the last of tokens (B, T, d+1)."""
         e = tokens if self.config.selective else torch.zeros_like(tokens)
-        log_a = -F.softplus(self.gate(e))  # (B, T, 1), log of 1 - sigmoid
+        log_a = -nn.functional.softplus(self.gate(e))  # (B, T, 1), log of 1 - sigmoid
         x = -torch.expm1(log_a) * tokens[..., -1:]  # (B, T, 1), (1 - a_t) y_t
         b = self.write(e)[:, :, None]  # (B, T, 1, S)
         return scan(x[..., None], log_a, b, b)[1][:, 0, 0]  # S6 layer
@@ -115,6 +115,12 @@ class OneLayerS6(nn.Module):
         d = self.config.inputs - 1
         F_f = self.read.weight.T[:d].double() @ self.write.weight.double()  # (d, d+1)
         return torch.sigmoid(-self.gate.bias.double()).item(), F_f[:, :d], F_f[:, d]
+
+    def step_read_off(self):
+        """eta of the online gradient descent that it then does: a pair writes (1 - a) y_i F x_i, F being close to a
+        multiple of I, and the query's token lets the state decay by a once more."""
+        a, F, _ = self.read_off()
+        return a * (1 - a) * F.trace().item() / len(F)
 
 
 @torch.no_grad()
@@ -359,8 +365,7 @@ class LinearData:
         """One line on what a trained layer does."""
         a = self.args
         if self.one_layer and model.config.selective:
-            keep, F, _ = model.read_off()
-            eta, w_D = keep * (1 - keep) * F.trace() / a.dim, model.gate.weight.norm()
+            keep, eta, w_D = model.read_off()[0], model.step_read_off(), model.gate.weight.norm()
             best = 1.0 if a.drift is None else optimal_forgetting(a.length, a.dim, a.drift, a.noise)[0]
             yield (f"one layer: a = {keep:.4f}, best {best:.4f}; eta = {eta:.4f}, |w_D| = {w_D:.4f}; "
                    f"best loss {optimal_loss(a.length, a.dim, a.noise, a.drift):.4f}")
@@ -375,8 +380,7 @@ if __name__ == "__main__":
 
     torch.manual_seed(0)
     layer = train_layer(OneLayerS6(d, 32), N, steps=300)
-    a, F_, f = layer.read_off()
-    eta = a * (1 - a) * F_.trace().item() / d
+    (a, F, f), eta = layer.read_off(), layer.step_read_off()
     tokens, target = linear_prompts(4000, N, d, generator=g)
     with torch.no_grad():
         ours = layer(tokens)
@@ -387,7 +391,7 @@ if __name__ == "__main__":
         print("  {:7.3f} {:28.3f} {:12.3f}".format(*row))
     print("\n  estimator               expected loss   on 4,000 prompts")
     for name, exact, guess in [
-        ("zero", d, predict_zero(tokens)), ("trained layer", population_loss(a, F_, f, N), ours),
+        ("zero", d, predict_zero(tokens)), ("trained layer", population_loss(a, F, f, N), ours),
         ("  its formula", loss_of_weights(eta * a ** torch.arange(N - 1, -1, -1.0), d), formula),
         ("one step of GD, g_i equal", optimal_loss(N, d), predict_one_step_gd(tokens)),
         ("LMS", d * (1 - 1 / (d + 2)) ** N, predict_lms(tokens)), ("NLMS", d * (1 - 1 / d) ** N, predict_nlms(tokens)),

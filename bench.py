@@ -5,7 +5,7 @@ Speed and memory, measured in one run beside the alternatives.
 
 Both rates are measured here, on this machine. Alternatives take turns, 5 to 15 rounds; the median and the best are
 kept, the first call (with compilation, where there is any) apart; ratios are of best times. Compare ratios within one
-run, not milliseconds between machines.
+run, not milliseconds between machines. Letters and shapes are those of ssm.py.
 
 Sections:
     scan     ssm.py's forms against the Mamba-2 paper's Listing 1 at three shapes, and linear growth with T

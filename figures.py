@@ -712,14 +712,19 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 REFERENCES = ("add-1", "optimum", "exact", "bound", "predicted", "formula", "best weights")  # dashed, black
 
 
+def spread(y):
+    """Standard deviation over seeds of y (seeds, n)."""
+    return y.std(0, ddof=1) if len(y) > 1 else 0 * y[0]
+
+
 def table(panels):
     """Lines of text: name (seeds), then x: mean ± standard deviation at up to eight x."""
     for p in panels:
         yield f"{p['title']}: {p['ylabel']} over {p['xlabel']}"
         for name, (x, y) in p["lines"].items():
             pick = np.unique(np.linspace(0, len(x) - 1, 8).round().astype(int))
-            spread = y.std(0, ddof=1) if len(y) > 1 else 0 * y[0]
-            numbers = (f"{x[i]:.4g}: {y[:, i].mean():.3g}" + f" ± {spread[i]:.1g}" * (len(y) > 1) for i in pick)
+            std = spread(y)
+            numbers = (f"{x[i]:.4g}: {y[:, i].mean():.3g}" + f" ± {std[i]:.1g}" * (len(y) > 1) for i in pick)
             yield f"  {name} ({len(y)})  " + "  ".join(numbers)
 
 
@@ -743,8 +748,7 @@ def draw(panels, path):
             if "y" in p.get("log", ""):  # where a spread around the mean would reach below 0
                 middle, low, high = np.median(y, 0), y.min(0), y.max(0)
             else:
-                middle, std = y.mean(0), y.std(0, ddof=1) if len(y) > 1 else 0 * y[0]
-                low, high = middle - std, middle + std
+                middle, low, high = y.mean(0), y.mean(0) - spread(y), y.mean(0) + spread(y)
             if name.startswith(REFERENCES):
                 ax.plot(x, middle, "k--", linewidth=1, zorder=9, label=name)
             elif p.get("points"):

@@ -16,6 +16,7 @@ W_l u_t is linear in the counts, and add-beta is a ratio of counts, which softma
 Glossary (code: paper, Sections 2 and 3):
     d: embedding width    expand: e, inner width E = e d    heads: H of width P = E/H    state: N    window: w
     groups: G, how many (b, c) pairs the heads share        delta_bias: delta
+    u: what a layer reads, x_t above, and u_t, v_t after it     x: x~_t, as in ssm.py
     a_log: log of the rate a; log_a: log of the decay a_t = exp(-a Delta_t)
     conv weight (channels, w): the last column multiplies the current token, the first the one w-1 steps back
 

@@ -137,12 +137,12 @@ def online_gd(d, eta, decay):
     return layer
 
 
-def train_layer(layer, N, steps, batch=256, lr=2e-2, noise=0.0, drift=None, seed=0):
+def train_layer(layer, N, steps, batch=256, lr=2e-2):
     """Every parameter of a OneLayerS6 by Adam on fresh prompts, the rate on a cosine; train.py does this with a log."""
-    optimizer, g = torch.optim.Adam(layer.parameters()), stream(seed, "data")
+    optimizer, g = torch.optim.Adam(layer.parameters()), stream(0, "data")
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = lr * 0.5 * (1 + math.cos(math.pi * step / steps))
-        tokens, target = linear_prompts(batch, N, layer.config.inputs - 1, noise, drift, g)
+        tokens, target = linear_prompts(batch, N, layer.config.inputs - 1, generator=g)
         optimizer.zero_grad()
         (layer(tokens) - target).square().mean().backward()
         optimizer.step()
@@ -248,18 +248,19 @@ def optimal_forgetting(N, d, drift, noise=0.0):
     return a[loss.argmin()].item(), loss.min().item()
 
 
-def moments(N, d, a, noise=0.0):
-    """b1, b2, b3: a layer of constant a has the loss d + b1 |F|^2 - 2 b3 tr F + b2 |f|^2; its best F is b3/b1 I.
+def moments(N, d, a):
+    """b1, b2, b3: a layer of constant a has the loss d + b1 |F|^2 - 2 b3 tr F + b2 |f|^2 without noise and drift; its
+    best F is b3/b1 I.
 
     The paper's b2 has d^2 in place of E[y_i^2 y_j^2] = d (d + 2); only the rate at which f decays differs.
     """
     G1, G2 = a * (1 - a**N), a**2 * (1 - a) * (1 - a ** (2 * N)) / (1 + a)  # sums of G_i and G_i^2 over the context
-    return G1**2 + (d + 1 + noise) * G2, (d * (d + 2) + 2 * d * noise + noise**2) * (G1**2 + 2 * G2), G1
+    return G1**2 + (d + 1) * G2, d * (d + 2) * (G1**2 + 2 * G2), G1
 
 
-def population_loss(a, F, f, N, noise=0.0):
-    """Expected loss of a layer with constant a, F (d, d), f (d,), as `read_off` gives them; no drift."""
-    b1, b2, b3 = moments(N, len(f), a, noise)
+def population_loss(a, F, f, N):
+    """Expected loss of a layer with constant a, F (d, d), f (d,), as `read_off` gives them."""
+    b1, b2, b3 = moments(N, len(f), a)
     return (len(f) + b1 * (F * F).sum() - 2 * b3 * F.trace() + b2 * (f * f).sum()).item()
 
 

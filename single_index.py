@@ -17,6 +17,7 @@ not softplus): only so is the gate a sigmoid at A = 1. Below both stages stands 
 Glossary (code: paper):
     d: width of x    support: I    N: pairs (N_pt)    n: 1 + d + d(d+1)/2 features phi, Hermite, degree 2, orthonormal
     gamma: (n,) diagonal of the readout    rho, bias: of the gate, < 0 turns it to negative labels    rate: A
+    s: readouts of Q queries, (B, Q, W) for W ReLUs, (B, Q, 2H) from H heads on D = 1 + d features (1, x) of the layer
     mask: where s_0 looks, pure squares: then only odd terms (even links: degree 2) survive the mean over queries
 
 Run me:     python single_index.py

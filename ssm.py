@@ -201,7 +201,7 @@ def scan(x, log_a, b, c, h0=None):
     global _compiled
     if x.device.type != "cuda" or torch.compiler.is_compiling():
         return scan_chunked(x, log_a, b, c, h0)
-    _check(x, log_a, b, c, h0)
+    _check(x, log_a, b, c, h0)  # before the try, where a wrong shape would pass for a failed compilation
     _compiled = _compiled or torch.compile(scan_inside, fullgraph=True, dynamic=True)
     try:  # compilation is lazy: what fails, fails at the first call, not where torch.compile wraps
         return scan_chunked(x, log_a, b, c, h0, inside=_compiled)

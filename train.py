@@ -581,7 +581,8 @@ def main(argv=None):
             if data.fields.get("block", 0) > getattr(model.config, "block", data.fields.get("block", 0)):
                 raise ValueError(f"--length {args.length} is more than the model's --block {model.config.block}")
             settle(args, model.config)
-            optimizer, scaler, start = make_optimizer(model, args), make_scaler(args, device), 0
+            optimizer, start = make_optimizer(model, args), 0
+            scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "float16")  # others lose no gradients
             if checkpoint:
                 start = checkpoint["step"]
                 optimizer.load_state_dict(checkpoint["optimizer"])
@@ -639,11 +640,6 @@ def prepare_folder(args, model, device, start, out):
     config = dict(args=vars(args) | dict(out=str(out)), model=dataclasses.asdict(model.config), torch=torch.__version__,
                   parameters=sum(p.numel() for p in model.parameters()), device=str(device))
     write(out / "config.json", json.dumps(config, indent=1) + "\n")
-
-
-def make_scaler(args, device):
-    """Loss scaling for float16, a no-op for other dtypes."""
-    return torch.amp.GradScaler(device.type, enabled=args.dtype == "float16")
 
 
 def keep_freed_memory():

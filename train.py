@@ -582,7 +582,7 @@ def main(argv=None):
                 raise ValueError(f"--length {args.length} is more than the model's --block {model.config.block}")
             settle(args, model.config)
             optimizer, start = make_optimizer(model, args), 0
-            scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "float16")  # others lose no gradients
+            scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "float16")  # a no-op but for float16
             if checkpoint:
                 start = checkpoint["step"]
                 optimizer.load_state_dict(checkpoint["optimizer"])

@@ -24,6 +24,7 @@ import multiprocessing
 import platform
 import statistics
 import time
+from collections import namedtuple
 from datetime import date
 from pathlib import Path
 
@@ -36,11 +37,12 @@ from ssm import scan_chunked, scan_inside
 
 SHAPES = [(64, 256, 1, 32, 16), (4, 2048, 8, 64, 64), (1, 8192, 8, 64, 128)]  # B, T, H, P, N; G = 1
 ROWS = []  # everything printed, for the JSON file
+Times = namedtuple("Times", "first median best")  # ms
 
 
 def compare(forms, repeats=7, device="cpu"):
-    """{name: (ms of the first call, median, best)} of the functions in forms {name: f}, `repeats` rounds over all of
-    them, so that a busy moment of the machine meets each alike; the device is synchronised around each call."""
+    """{name: Times} of the functions in forms {name: f}, `repeats` rounds over all of them, so that a busy moment of
+    the machine meets each alike; the device is synchronised after each call."""
     def once(f):
         start = time.perf_counter()
         f()
@@ -52,7 +54,7 @@ def compare(forms, repeats=7, device="cpu"):
     for f in forms.values():
         once(f)
     times = [{name: once(f) for name, f in forms.items()} for _ in range(repeats)]
-    return {name: (first[name], statistics.median(t[name] for t in times), min(t[name] for t in times))
+    return {name: Times(first[name], statistics.median(t[name] for t in times), min(t[name] for t in times))
             for name in forms}
 
 
@@ -127,8 +129,8 @@ def rates(device):
     a = torch.randn(1024, 1024, device=device)
     big = torch.randn(2**25, device=device)
     out = torch.empty_like(big)
-    best = compare(dict(product=lambda: a @ a, copy=lambda: out.copy_(big)), 9, device)
-    return 1e3 * 2 * 1024**3 / best["product"][2], 1e3 * 2 * 4 * 2**25 / best["copy"][2]
+    times = compare(dict(product=lambda: a @ a, copy=lambda: out.copy_(big)), 9, device)
+    return 1e3 * 2 * 1024**3 / times["product"].best, 1e3 * 2 * 4 * 2**25 / times["copy"].best
 
 
 def floor_ms(shape, device, rate, bandwidth):
@@ -163,18 +165,18 @@ def bench_scan(device, peers):
                 del forms[label]
         forward = compare({label: lambda f=f: f(*args) for label, f in forms.items()}, 5, device)
         total = compare({label: both_ways(f, args) for label, f in forms.items()}, 9, device)
-        listing = min(total[f"Listing 1, chunk {Q}"][2] for Q in (64, 128, 256))
-        for label, (first, median, best) in total.items():
-            row("scan", f"{name} {label}", first_ms=first, forward_ms=forward[label][2], median_ms=median, best_ms=best,
-                over_floor=best / floor_ms(shape, device, rate, bandwidth), speedup=listing / best,
+        listing = min(total[f"Listing 1, chunk {Q}"].best for Q in (64, 128, 256))
+        for label, t in total.items():
+            row("scan", f"{name} {label}", first_ms=t.first, forward_ms=forward[label].best, median_ms=t.median,
+                best_ms=t.best, over_floor=t.best / floor_ms(shape, device, rate, bandwidth), speedup=listing / t.best,
                 difference=difference[label])
     lengths = {T: both_ways(scan_chunked, inputs((1, T, 4, 64, 64), device)) for T in (1024, 2048, 4096, 8192, 16384)}
     times = compare(lengths, 7, device)
-    for T in lengths:
-        row("scan", f"growth, T={T}", best_ms=times[T][2], ratio=times[T][2] / times[T // 2][2] if T > 1024 else 1.0)
+    for T, t in times.items():
+        row("scan", f"growth, T={T}", best_ms=t.best, ratio=t.best / times[T // 2].best if T > 1024 else 1.0)
 
 
-def bench_train(device, peers):
+def bench_train(device):
     """A training step of each preset, eager and compiled, and what drawing its batch takes."""
     for preset in ("mambazero", "mamba"):
         args = train.make_parser().parse_args(["--model", preset])
@@ -192,11 +194,11 @@ def bench_train(device, peers):
 
         pool = lambda: data.sample(64 * data.pool_batches, stream(0, "bench", 0, device))
         times = compare({"eager": lambda: step(model), "compiled": lambda: step(fast), "pool": pool}, 15, device)
-        row("train", f"{preset}, ms a step, best", eager=times["eager"][2], compiled=times["compiled"][2],
-            compile_s=times["compiled"][0] / 1e3, data=times["pool"][2] / data.pool_batches)
+        row("train", f"{preset}, ms a step, best", eager=times["eager"].best, compiled=times["compiled"].best,
+            compile_s=times["compiled"].first / 1e3, data=times["pool"].best / data.pool_batches)
 
 
-def bench_data(device, peers):
+def bench_data(device):
     """Tokens per second of the pooled sampler and of one multinomial draw per step."""
     g = torch.Generator(device).manual_seed(0)
     for k in (1, 3):
@@ -210,12 +212,12 @@ def bench_data(device, peers):
                 context = (2 * context + token) % 2**k
 
         times = compare(dict(slow=naive, pooled=lambda: sample_chain(P, 257, g)), 9, device)
-        slow, pooled = 64 * 257 / times["slow"][2] / 1e3, 4096 * 257 / times["pooled"][2] / 1e3
+        slow, pooled = 64 * 257 / times["slow"].best / 1e3, 4096 * 257 / times["pooled"].best / 1e3
         row("data", f"order {k}, million tokens/s", multinomial=slow, pooled=pooled, ratio=pooled / slow)
 
 
 @torch.no_grad()
-def bench_decode(device, peers):
+def bench_decode(device):
     """Milliseconds per token of `step`, early and late in a sequence."""
     args = train.make_parser().parse_args(["--model", "mamba"])
     model = train.make_model(args, train.MarkovData(args, torch.device("cpu"))).to(device).eval()
@@ -228,7 +230,7 @@ def bench_decode(device, peers):
         x = torch.randint(2, (B, 8192), device=device)
         states = {position: model.prefill(x[:, :position])[1] for position in (128, 8192)}
         times = compare({p: lambda s=s: steps(x, s) for p, s in states.items()}, 9, device)
-        early, late = times[128][2] / 50, times[8192][2] / 50
+        early, late = times[128].best / 50, times[8192].best / 50
         row("decode", f"batch {B}", ms_at_128=early, ms_at_8192=late, ratio=late / early, tokens_per_s=1e3 * B / late)
 
 
@@ -250,7 +252,7 @@ def _peak(form, device, queue):
     queue.put(now() - before)
 
 
-def bench_memory(device, peers):
+def bench_memory(device):
     """Peak memory of one forward+backward at the last shape, ours and Listing 1."""
     context, peak = multiprocessing.get_context("spawn"), {}
     for form in ("Listing 1, chunk 64", "ours"):
@@ -265,7 +267,8 @@ def bench_memory(device, peers):
 
 def main(argv=None):
     """Run the sections named (all if none) and write results/bench_DEVICE.json."""
-    sections = dict(scan=bench_scan, train=bench_train, data=bench_data, decode=bench_decode, memory=bench_memory)
+    sections = dict(scan=lambda device: bench_scan(device, args.peers), train=bench_train, data=bench_data,
+                    decode=bench_decode, memory=bench_memory)
     parser = train.Parser(prog="bench.py", description=__doc__.strip().splitlines()[0], allow_abbrev=False)
     parser.add_argument("sections", nargs="*", metavar="section", help=f"of {', '.join(sections)}; default all")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -290,7 +293,7 @@ def main(argv=None):
     machine = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or platform.machine()
     print(f"{machine}, {args.threads} threads, torch {torch.__version__}, {date.today()}")
     for name in args.sections or sections:
-        sections[name](args.device, args.peers)
+        sections[name](args.device)
     table = dict(machine=machine, threads=args.threads, torch=torch.__version__, date=str(date.today()), rows=ROWS)
     out.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     print(f"written to {out}")

@@ -515,8 +515,8 @@ def run_folder(args):
     return out
 
 
-FREE = {"steps", "eval_every", "device", "threads", "compile", "out", "resume", "eval",
-        "sample"}  # may differ in a resumed run
+# What may differ in a resumed run
+FREE = {"steps", "eval_every", "device", "threads", "compile", "out", "resume", "eval", "sample"}
 
 
 def task_args(argv):

@@ -98,9 +98,10 @@ def linear_attention(q, k, v, chunk=64):
 
 
 def causal_conv(u, weight, bias=None):
-    """Depthwise over time: u (B, T, C), weight (C, w), bias (C,) -> (B, T, C) = sum_i weight_i u_{t-w+1+i} + bias."""
+    """Depthwise over time: u (B, T, C), weight (C, w), bias (C,) -> (B, T, C) = sum_i weight_i u_{t-w+1+i} + bias,
+    from zeros before the start (mambazero.py's, which can go on, is given what came before)."""
     T, w = u.shape[1], weight.shape[1]
-    past = F.pad(u, (0, 0, w - 1, 0))  # (B, w-1+T, C), zeros before the start
+    past = F.pad(u, (0, 0, w - 1, 0))  # (B, w-1+T, C)
     out = sum(past[:, i : i + T] * weight[:, i] for i in range(w))
     return (out if bias is None else out + bias).to(u.dtype)
 

@@ -78,11 +78,11 @@ def context_counts(x, S, k):
     if (switches + 1) * S**k >= 2**62:
         raise ValueError(f"S**k = {S}**{k} contexts in each of {switches + 1} segments do not fit a 64-bit index")
     key = (segment * S**k + c).masked_fill(c < 0, -1)
-    key, order = key.sort(dim=1, stable=True)  # (B, T)
+    key, position = key.sort(dim=1, stable=True)  # (B, T) both
 
     after = torch.zeros(B, T, S, dtype=torch.long, device=x.device)  # one-hot of x_{t+1}; a switch is nobody's count
     after[:, :-1] = x[:, 1:, None] == torch.arange(S, device=x.device)
-    after = after.gather(1, order[..., None].expand(-1, -1, S))  # (B, T, S), runs of one context after another
+    after = after.gather(1, position[..., None].expand(-1, -1, S))  # (B, T, S), runs of one context after another
     before = after.cumsum(1) - after  # strictly earlier positions, all runs together
 
     t = torch.arange(T, device=x.device).expand(B, T)
@@ -91,7 +91,7 @@ def context_counts(x, S, k):
     start = torch.where(new_run, t, 0).cummax(1).values  # (B, T) where the run of this context began
     counts = before - before.gather(1, start[..., None].expand(-1, -1, S))
     counts = counts.masked_fill((key < 0)[..., None], 0)
-    return torch.empty_like(counts).scatter_(1, order[..., None].expand(-1, -1, S), counts)  # back to time order
+    return torch.empty_like(counts).scatter_(1, position[..., None].expand(-1, -1, S), counts)  # back to time order
 
 
 def bayes_loss(x, S, k, beta=1.0, p_switch=None):

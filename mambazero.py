@@ -109,9 +109,9 @@ class MambaBlock(nn.Module):
 
     def init_state(self, B):
         """What one layer remembers: the last w-1 inputs of the convolution and the state h, both zero."""
-        c, like = self.config, self.delta_bias
-        return (like.new_zeros(B, c.window - 1, self.conv_width),
-                like.new_zeros(B, c.heads, self.E // c.heads, c.state))
+        cfg, like = self.config, self.delta_bias
+        return (like.new_zeros(B, cfg.window - 1, self.conv_width),
+                like.new_zeros(B, cfg.heads, self.E // cfg.heads, cfg.state))
 
     def forward(self, u, state=None, record=None):
         """u (B, T, d), state as in init_state -> output (B, T, d), the state after the last token."""

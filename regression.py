@@ -272,10 +272,10 @@ def population_gd(B, C, b, a, N, eta, steps):
     b1, b2, b3 = moments(N, B.shape[1], a)
     I, gaps = torch.eye(B.shape[1], dtype=B.dtype), []
     for step in range(steps + 1):
-        R, f = b3 * I - b1 * C.T @ B, C.T @ b  # (d, d), (d,)
-        gaps.append((R * R).sum() / (2 * b1) + b2 / 2 * (f * f).sum())
+        error, f = b3 * I - b1 * C.T @ B, C.T @ b  # (d, d), (d,)
+        gaps.append((error * error).sum() / (2 * b1) + b2 / 2 * (f * f).sum())
         if step < steps:
-            B, C, b = B + eta * C @ R, C + eta * (B @ R.T - b2 * torch.outer(b, f)), b - eta * b2 * C @ f
+            B, C, b = B + eta * C @ error, C + eta * (B @ error.T - b2 * torch.outer(b, f)), b - eta * b2 * C @ f
     return torch.stack(gaps), B, C, b
 
 

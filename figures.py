@@ -611,9 +611,9 @@ def kernels(rows):
 
 def ladder(rows):
     """Heads help, and at r = 4 the kernel in the subspace wins from 64 pairs on | the layer beats it"""
-    kernels = ("zero", "kernel ridge", "kernel in the subspace")
+    beside = ("zero", "kernel ridge", "kernel in the subspace")
     return [panel(f"r = 4, after {rows[0]['values'][0]['N'][n]} pairs", "heads", "squared error",
-                  over_x(rows, "model", n) | {key: over_x(rows, key, n)["gate"] for key in kernels}, points=True)
+                  over_x(rows, "model", n) | {key: over_x(rows, key, n)["gate"] for key in beside}, points=True)
             for n in (1, 2)]
 
 

@@ -9,7 +9,7 @@ run, not milliseconds between machines. Letters and shapes are those of ssm.py.
 
 Sections:
     scan     ssm.py's scan against the Mamba-2 paper's Listing 1 at three shapes, and linear growth with T
-    train    one training step of each preset, eager and compiled, and the share of drawing its data
+    train    one training step of each preset, eager and compiled, and what drawing its batch takes
     data     the pooled sampler against a multinomial draw per step
     decode   `step` early and late, batches 1 and 64
     memory   peak of forward+backward, ours and Listing 1

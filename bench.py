@@ -8,8 +8,8 @@ kept, the first call (with compilation, where there is any) apart; ratios are of
 run, not milliseconds between machines. Letters and shapes are those of ssm.py.
 
 Sections:
-    scan     ssm.py's scan against the Mamba-2 paper's Listing 1 at three shapes, and linear growth with T
-    train    one training step of each preset, eager and compiled, and what drawing its batch takes
+    scan     ssm.py's forms against the Mamba-2 paper's Listing 1 at three shapes, and linear growth with T
+    train    one training step of each preset, eager and compiled, and what its parts take
     data     the pooled sampler against a multinomial draw per step
     decode   `step` early and late, batches 1 and 64
     memory   peak of forward+backward, ours and Listing 1
@@ -32,8 +32,9 @@ import torch
 import torch.nn.functional as F
 
 import train
+from mambazero import causal_conv
 from markov import sample_chain, sample_kernel, stream
-from ssm import scan_chunked, scan_inside
+from ssm import scan_chunked, scan_inside, scan_sequential
 
 SHAPES = [(64, 256, 1, 32, 16), (4, 2048, 8, 64, 64), (1, 8192, 8, 64, 128)]  # B, T, H, P, N; G = 1
 ROWS = []  # everything printed, for the JSON file
@@ -146,7 +147,7 @@ def floor_ms(shape, device, rate, bandwidth):
 
 
 def bench_scan(device, peers):
-    """Our forms, Listing 1 and peers at each shape; growth with T."""
+    """Our forms, Listing 1 and peers at each shape; the sequential loop; growth with T."""
     rate, bandwidth = rates(device)
     row("scan", "this machine", gflops=rate / 1e9, gbytes_per_s=bandwidth / 1e9)
     for shape in SHAPES:
@@ -170,6 +171,10 @@ def bench_scan(device, peers):
             row("scan", f"{name} {label}", first_ms=t.first, forward_ms=forward[label].best, median_ms=t.median,
                 best_ms=t.best, over_floor=t.best / floor_ms(shape, device, rate, bandwidth), speedup=listing / t.best,
                 difference=difference[label])
+    args = inputs((1, 512, 1, 16, 16), device)
+    forms = {"sequential": scan_sequential, "chunked": scan_chunked}
+    for label, t in compare({label: both_ways(f, args) for label, f in forms.items()}, 5, device).items():
+        row("scan", f"T=512, {label}", median_ms=t.median, best_ms=t.best)
     lengths = {T: both_ways(scan_chunked, inputs((1, T, 4, 64, 64), device)) for T in (1024, 2048, 4096, 8192, 16384)}
     times = compare(lengths, 7, device)
     for T, t in times.items():
@@ -177,7 +182,7 @@ def bench_scan(device, peers):
 
 
 def bench_train(device):
-    """A training step of each preset, eager and compiled, and what drawing its batch takes."""
+    """A training step of each preset, eager and compiled, and what its parts take."""
     for preset in ("mambazero", "mamba"):
         args = train.make_parser().parse_args(["--model", preset])
         data = train.MarkovData(args, torch.device(device))
@@ -185,17 +190,29 @@ def bench_train(device):
         train.settle(args, model.config)
         optimizer = train.make_optimizer(model, args)
         params, x, fast = list(model.parameters()), data.batch(0), torch.compile(model)
+        block, cfg = model.blocks[0], model.config
+        u = torch.randn(64, 257, block.conv_width, device=device, requires_grad=True)
+        scan_args = inputs((64, 256, 1, block.E, cfg.state), device)
+
+        def update():
+            torch.nn.utils.clip_grad_norm_(params, args.clip)
+            optimizer.step()
 
         def step(forward):
             data.loss(forward, x).backward()
-            torch.nn.utils.clip_grad_norm_(params, args.clip)
-            optimizer.step()
+            update()
             optimizer.zero_grad(set_to_none=True)
 
         pool = lambda: data.sample(64 * data.pool_batches, stream(0, "bench", 0, device))
+        conv = lambda: causal_conv(u, block.conv_weight, block.conv_bias).sum().backward()
         times = compare({"eager": lambda: step(model), "compiled": lambda: step(fast), "pool": pool}, 15, device)
         row("train", f"{preset}, ms a step, best", eager=times["eager"].best, compiled=times["compiled"].best,
             compile_s=times["compiled"].first / 1e3, data=times["pool"].best / data.pool_batches)
+        for p in params:
+            p.grad = torch.zeros_like(p)
+        parts = compare(dict(scan=both_ways(scan_chunked, scan_args), conv=conv, clip_and_adamw=update), 15, device)
+        parts = {name: t.best for name, t in parts.items()}
+        row("train", f"{preset}, of which", **parts, rest=times["eager"].best - sum(parts.values()))
 
 
 def bench_data(device):

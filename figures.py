@@ -296,8 +296,8 @@ TEXT = "--data wikitext --corpus corpus-{} --d 96 --batch 8 --steps 400 --eval-e
 ABLATIONS = {"Mamba": "", "no convolution": " --no-conv", "no factor a_t": " --no-decay", "no SiLU": " --act none",
              "transformer": " --model wikitext-transformer",
              "transformer, convolution": " --model wikitext-transformer --conv qkv"}
-RATES = {"Mamba": 1.6e-2, "no convolution": 1.6e-2, "no factor a_t": 8e-3, "no SiLU": 8e-3,
-         "transformer": 2e-3, "transformer, convolution": 4e-3}
+RATES = {"Mamba": 8e-3, "no convolution": 4e-3, "no factor a_t": 8e-3, "no SiLU": 8e-3,
+         "transformer": 4e-3, "transformer, convolution": 8e-3}
 LANGUAGE = {line: TEXT.format("laptop", 400) + f" --lr {RATES[line]}" + flags for line, flags in ABLATIONS.items()}
 
 

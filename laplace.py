@@ -115,7 +115,7 @@ def oracle_loss(x, P):
 
 if __name__ == "__main__":
     x = torch.tensor([[0, 1, 1, 0, 1, 0]])
-    print("Counts turning into probabilities (order 1, beta = 1): after each token, what followed it before?\n")
+    print("Counts turning into probabilities (order 1, beta = 1): what followed x_t before?\n")
     print("  t  x_t   n_0  n_1   P(1) = (n_1 + 1) / (n_0 + n_1 + 2)")
     counts = context_counts(x, 2, 1)[0]
     for t, (symbol, n, p) in enumerate(zip(x[0].tolist(), counts.tolist(), add_beta(x, 2, 1)[0, :, 1])):
@@ -124,7 +124,7 @@ if __name__ == "__main__":
     P = sample_kernel(4000, S=2, k=1, generator=g)
     x = sample_chain(P, 257, g)
     bayes, oracle = bayes_loss(x, 2, 1).mean(0), oracle_loss(x, P).mean(0)
-    print("\nMean loss in nats over 4,000 random chains; what add-1 does not know yet is the difference:\n")
+    print("\nLoss in nats, mean of 4,000 chains; the difference is what add-1 does not know:\n")
     print("  predicting token    bayes   oracle   difference")
     for t in (1, 2, 4, 8, 16, 32, 64, 128, 256):
         print(f"  {t + 1:16d}   {bayes[t - 1]:6.4f}   {oracle[t - 1]:6.4f}   {bayes[t - 1] - oracle[t - 1]:10.4f}")

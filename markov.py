@@ -172,19 +172,19 @@ def _check_generator(generator, device):
 
 if __name__ == "__main__":
     g = torch.Generator().manual_seed(0)
-    print("Two kernels of order 1 on two symbols, a row of P for each context, and a chain from each:")
+    print("Two kernels of order 1 on two symbols, a row of P for each context, and a chain:")
     P = sample_kernel(2, S=2, k=1, generator=g)
     for rows, x in zip(P, sample_chain(P, T=200, generator=g)):
         print("\n   next:   0     1")
         for c, p in enumerate(rows):
             print(f"  after {c}: {p[0]:.2f}  {p[1]:.2f}")
-        print("  chain:  ", " ".join(map(str, x[:40].tolist())), "...")
+        print("  chain:  ", " ".join(map(str, x[:34].tolist())), "...")
         after = x[:-1] == 0
         print(f"  seen:    after 0 came 1 in {x[1:][after].float().mean():.2f} of {int(after.sum())} cases,"
               f" the kernel says {rows[0, 1]:.2f}")
     x = sample_switching(1, 40, S=2, k=1, p_switch=0.1, generator=g)[0]
     print("\nSwitching process (| = a new kernel):\n  ", "".join("01|"[j] for j in x))
-    print("\nSmall beta means nearly deterministic rows, large beta fair coins. P(1 | context), four rows each:")
+    print("\nSmall beta: nearly deterministic rows; large beta: fair coins. P(1), four rows:")
     for beta in (1e-3, 1.0, 1e3):
         row = ", ".join(f"{p:.3g}" for p in sample_kernel(4, 2, 0, beta, g)[:, 0, 1])
         print(f"  beta = {beta:<7g} {row}")

@@ -377,7 +377,7 @@ if __name__ == "__main__":
     tokens, _ = linear_prompts(3, N, d, generator=g)
     layer, w = online_gd(d, 0.02, 0.03), step_weights(tokens.double(), 0.02, 0.03)
     error = max((layer.state(tokens[:, :l].double()) - w[:, l - 1]).abs().max() for l in range(1, N + 1))
-    print(f"Set by hand, d = {d}, N = {N}: the state is w_l after every pair, largest difference {error:.1e}.\n")
+    print(f"Set by hand, d = {d}, N = {N}: the state is w_l after every pair, to {error:.1e}.\n")
 
     torch.manual_seed(0)
     layer = train_layer(OneLayerS6(d, 32), N, steps=300)
@@ -386,7 +386,7 @@ if __name__ == "__main__":
     with torch.no_grad():
         ours = layer(tokens)
     formula = (step_weights(tokens, eta, 1 - a)[:, -1] * tokens[:, -1, :-1]).sum(-1)
-    print(f"All parameters trained, 300 Adam steps: decay 1 - a = {1 - a:.4f}, eta = {eta:.4f}. Four fresh prompts:\n")
+    print(f"All parameters trained, 300 Adam steps: decay 1 - a = {1 - a:.4f}, eta = {eta:.4f}.\nFour fresh prompts:\n")
     print("  layer    w_N of online GD, <w_N, x_q>    wanted")
     for row in zip(ours[:4], formula, target):
         print("  {:7.3f} {:28.3f} {:12.3f}".format(*row))
@@ -400,4 +400,4 @@ if __name__ == "__main__":
     ]:
         print(f"  {name:26s} {exact:10.6f} {(guess - target).square().mean():18.6f}")
     r = torch.corrcoef(torch.stack([ours, formula]))[0, 1]
-    print(f"\nThe trained layer is online gradient descent (correlation {r:.5f}): it stops at the best of its class.")
+    print(f"\nThe trained layer is online gradient descent (correlation {r:.5f}):\nit stops at the best of its class.")

@@ -263,7 +263,7 @@ class SingleIndexData(LinearData):
 
 if __name__ == "__main__":
     d, r, N = 16, 4, 64
-    print(f"One gradient step on gamma, he3, d = {d}, hidden subspace = first {r} coordinates, N = {N}, 5,000 prompts.")
+    print(f"One step on gamma: he3, d = {d}, N = {N}, 5,000 prompts; subspace: first {r} of x.")
     print("Mean |gamma| of the linear features, largest = 1:\n")
     print("  gate  inside   outside   ratio   the support read off: above half the maximum")
     for gate in (True, False):
@@ -274,7 +274,7 @@ if __name__ == "__main__":
         bars = " ".join(f"{v:.2f}" for v in size[1 : 1 + d])
         print(f"  {'yes' if gate else 'no':4s} {inside:7.3f} {outside:9.4f} {inside / outside:7.1f}   "
               f"{'exact' if found == list(range(1, 1 + r)) else 'wrong'}: {len(found)} of {len(size)} features")
-        print(f"        {bars}")
+        print(f" {bars}")
     gamma = stage_one(d, r, N, 5000, rho=0.2, rate=0.05, generator=stream(1, "one"))
     one = [(gamma, (0.2, -0.2), -2 * math.log(d))]  # forgets slowly, opens for large labels of either sign
     four = [(gamma, (0.1, -0.1), -t / 0.1) for t in (0.5, 0.9, 1.3, 2)]  # beyond |y| = 0.5, 0.9, 1.3 and 2
@@ -289,4 +289,4 @@ if __name__ == "__main__":
         ("kernel ridge that is given the subspace", tuned(r)),
     ]:
         print(f"  {name:40s} {(guess - yq).square().mean():7.3f}")
-    print("\nWith the gate one step finds the subspace, without it nothing; who then learns in it needs fewer pairs.")
+    print("\nWith the gate one step finds the subspace, without it nothing;\nwho then learns in it needs fewer pairs.")

@@ -211,7 +211,7 @@ if __name__ == "__main__":
     for t in range(2, 10):
         seen = [int(x[s]) for s in range(1, t + 1) if x[s - 1] == x[t]]
         print(f"  {t + 1:2d} {x[t]:5d} {mean[t]:16.4f} {after[t]:20.4f}   n_1 / n = {sum(seen)}/{len(seen)}")
-    print("\nEqual keys give a running mean, convolved keys n_1 / n: an average cannot add the beta of add-beta.")
+    print("\nEqual keys give a running mean, convolved keys n_1 / n:\nan average cannot add the beta of add-beta.")
     model, tokens = Transformer(TransformerConfig(block=16)), torch.randint(2, (1, 16))
     other = tokens.index_fill(1, torch.tensor([9]), 1 - int(tokens[0, 9]))
     changed = (model(tokens) != model(other)).any(-1)[0].nonzero()[:, 0] + 1

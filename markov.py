@@ -178,7 +178,7 @@ if __name__ == "__main__":
         print("\n   next:   0     1")
         for c, p in enumerate(rows):
             print(f"  after {c}: {p[0]:.2f}  {p[1]:.2f}")
-        print("  chain:  ", " ".join(map(str, x[:34].tolist())), "...")
+        print("  chain:  ", " ".join(map(str, x[:32].tolist())), "...")
         after = x[:-1] == 0
         print(f"  seen:    after 0 came 1 in {x[1:][after].float().mean():.2f} of {int(after.sum())} cases,"
               f" the kernel says {rows[0, 1]:.2f}")

@@ -221,7 +221,7 @@ if __name__ == "__main__":
     x, log_a = torch.randn(B, T, H, P).double(), -torch.rand(B, T, H).double()
     b, c = torch.randn(B, T, G, N).double(), torch.randn(B, T, G, N).double()
     log_a[:, 500] = -math.inf  # a hard reset
-    print(f"{B} sequences of {T} tokens, {H} heads of {P}, state {N}, reset in the middle, float64:\n")
+    print(f"{B} sequences of {T} tokens, {H} heads of {P}, state {N}, reset half way, float64:\n")
     print(f"{'':32s}     time   largest difference to the definition")
 
     def report(name, f):

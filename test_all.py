@@ -2141,7 +2141,7 @@ def test_text_is_utf8_whatever_the_locale(tmp_path):
 
 
 def loss_at_start(V, d):
-    """Of a new tied model: its logits are normal of spread 0.02 sqrt(768), but sqrt(d) times that for the word just read."""
+    """Of a new tied model: logits are normal of spread 0.02 sqrt(768), sqrt(d) times that for the word just read."""
     spread = 0.02 * 768**0.5
     return math.log((V - 1) * math.exp(spread**2 / 2) + math.exp(spread * d**0.5))
 
